@@ -21,6 +21,8 @@ MIB = 2**20
 
 SLOTS = 2
 """Number of offloaded blocks with space on the GPU: the block in use, and the next one, which is being fetched."""
+IN_FLIGHT = 2
+"""Number of block inputs on the GPU in the forward pass that are being copied to main memory."""
 WORKSPACE_BYTES = 64 * MIB
 """Memory of the matrix libraries' workspaces, which stay allocated after the first call.
 

@@ -30,6 +30,7 @@ from lora_rocm.commands.check import check, render
 from lora_rocm.commands.run_request import RunRequest
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import family_for
+from lora_rocm.families.common.block_inputs import BlockInputs
 from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.loader.batch import Batch, split
 from lora_rocm.memory.footprint import count, meta_model
@@ -212,6 +213,11 @@ def test_what_is_not_kept_gives_the_plain_gradients_to_the_bit(its: Its, device:
     assert same(adapted, its, plain, wanted_N) > len(blocks), "several as one segment"
     family.recompute_activations(model, Recomputing(model, keeping_attention=blocks[1:], unpacks_once=True))
     assert same(adapted, its, plain, wanted_N) > len(blocks), "attention's output kept, but of the first block"
+    inputs = BlockInputs(blocks, adapted.transfer, adapted.pin)
+    for _ in range(2):
+        family.recompute_activations(model, Recomputing(model, inputs=inputs, unpacks_once=True))
+        assert same(adapted, its, plain, wanted_N) > len(blocks), "inputs in main memory"
+    assert inputs.host_bytes and not adapted.transfer.bad
     family.recompute_activations(model, Recomputing(model, ()))
     assert same(adapted, its, plain, wanted_N) == len(blocks), "the control"
     offloaded = Adapted(its, device, offloads=True)

@@ -12,11 +12,13 @@ from functools import partial
 from itertools import repeat
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lora_rocm.device.kept_attention import AttentionStore
 from lora_rocm.families.base import LoadedModel
+from lora_rocm.families.common.block_inputs import BlockInputs
 from lora_rocm.kernels.weight_format import unpacked_once
 
 Run = Callable[..., Any]
@@ -35,6 +37,7 @@ class Recomputing:
         keeping_attention: blocks whose attention is not recomputed, because its output is kept.
         unpacks_once: whether a packed weight is unpacked once for recomputation and backward pass. The dense weights of
             a block are then in memory together.
+        inputs: keeps the inputs of recomputed blocks in main memory; None if they stay on the device.
     """
 
     def __init__(
@@ -45,10 +48,12 @@ class Recomputing:
         again: Callable[[], AbstractContextManager[Any]] | None = None,
         keeping_attention: Collection[nn.Module] = (),
         unpacks_once: bool = False,
+        inputs: BlockInputs | None = None,
     ) -> None:
         self._wanted = None if chosen is None else {id(block) for block in chosen}
         self._keeping = {id(block) for block in keeping_attention}
-        self._together, self._again, self._unpacks_once = together, again, unpacks_once
+        self._together, self._again, self._unpacks_once = together and inputs is None, again, unpacks_once
+        self._inputs = inputs
         self._how: dict[str, Any] = {"use_reentrant": False}
         self._how["preserve_rng_state"] = any(
             isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
@@ -60,7 +65,13 @@ class Recomputing:
         """Call a block, and return its output."""
         if not self._wants(block):
             return block(*args, **kwargs)
-        return self._run(id(block) in self._keeping, block, *args, **kwargs)
+        keeps_attention = id(block) in self._keeping
+        inputs = self._inputs if torch.is_grad_enabled() else None
+        given = None if inputs is None else inputs.taken(block, args)
+        if inputs is None or given is None:
+            return self._run(keeps_attention, block, *args, **kwargs)
+        # The arguments are not given to the checkpoint, which would keep them; the marker tells it the device.
+        return self._run(keeps_attention, lambda marker: block(*given(), **kwargs), inputs.marker)
 
     def chain(self, length: int, blocks: Sequence[nn.Module], x: Tensor, *args: Any) -> Tensor:
         """Run blocks in sequence and return the last output. They are recomputed in segments of ``length`` blocks.
