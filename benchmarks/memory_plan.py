@@ -149,7 +149,7 @@ class Setup:
         adapter = inject(self.family, model, self.recipe.lora, 0)
         adapter.cast_inputs(False)
         if device != self.device:
-            memory = MemoryManager(StepRequirements(), False, False, plan=plan)
+            memory = MemoryManager(StepRequirements(), False, None, plan=plan)
             model.place(memory.placement(self.family, model, self.transfer, self.device.type == "cuda"))
         for component in model.components.values():
             component.train()

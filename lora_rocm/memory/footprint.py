@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import astuple, dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -36,18 +37,21 @@ from lora_rocm.checks.timing import seconds_of
 from lora_rocm.dataset.companions.controls import control_name
 from lora_rocm.dataset.images.buckets import largest_shape
 from lora_rocm.dataset.shape import SampleShape
+from lora_rocm.device.allocator import taken_bytes
+from lora_rocm.device.attention import Context
 from lora_rocm.device.placement.base import frozen_bytes
 from lora_rocm.device.precision import FLOATS
 from lora_rocm.errors import StorageError
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
+from lora_rocm.families.common.block_inputs import movable, tensors_in
 from lora_rocm.families.common.objectives.loss import losses
 from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.foundation.files import write_json
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.kernels.backend import available, implementation_for, kernels_seen
-from lora_rocm.kernels.weight_format import dense_shape, pack, use_implementation
-from lora_rocm.memory.op_counter import Ledger, Tally, fused_attention
+from lora_rocm.kernels.weight_format import PackedLinear, dense_shape, pack, use_implementation
+from lora_rocm.memory.op_counter import Ledger, Tally, difference, fused_attention
 from lora_rocm.optim.base import AVERAGE_ITEMSIZE
 from lora_rocm.optim.factory import rule_of
 from lora_rocm.optim.update_rule import ParameterGroup, Scalars
@@ -56,8 +60,10 @@ from lora_rocm.recipe.optim_sections import OptimSection
 from lora_rocm.recipe.schema import Recipe
 
 META = torch.device("meta")
+LAYOUT = 2  # increase it if footprints get other numbers
 KEPT = 20  # footprints in the cache file
 SIDE, COPIED_BYTES = 4096, 256 * 2**20  # sizes of the rate measurement
+HEADS, TOKENS, HEAD_WIDTH = 16, 2048, 128  # of the measured attention
 SENT_BYTES = 32 * 2**20  # of copies from main memory; small, because PyTorch keeps pinned memory
 
 
@@ -74,6 +80,10 @@ class _Seen:
     inputs: list[tuple[weakref.ref[Any], int]] = field(default_factory=list)  # (storage, its bytes)
     begun: SampleCost = field(default_factory=SampleCost)
     forward: SampleCost = field(default_factory=SampleCost)
+    attention_begun: tuple[SampleCost, int] = (SampleCost(), 0)
+    attention: SampleCost = field(default_factory=SampleCost)
+    attention_bytes: int = 0
+    input_bytes: int = 0
 
 
 class _Watch:
@@ -84,6 +94,7 @@ class _Watch:
         self.moments: list[MemoryPeak] = []
         self._before = 0  # blocks with live activations
         self._inside: _Seen | None = None
+        self._given: list[weakref.ref[Tensor]] = []  # to the block before
         self._handles = []
         for index, block in enumerate(blocks):
             self._handles.append(block.register_forward_pre_hook(partial(self._enter, index), with_kwargs=True))
@@ -128,8 +139,13 @@ class _Watch:
         self._before = index
         seen = self._inside = self.seen[index]
         seen.start_bytes, seen.begun = self.ledger.live_bytes, self.ledger.tally.now()
+        seen.attention_begun = (self.ledger.tally.attention, self.ledger.tally.attention_bytes)
         given = _by_storage((args, kwargs))
         seen.inputs = [(weakref.ref(tensor.untyped_storage()), self.ledger.size_of(tensor)) for tensor in given]
+        if torch.is_grad_enabled():
+            moving = [args[place] for place in movable(args, self._given if index else ())]
+            seen.input_bytes = sum(map(self.ledger.size_of, _by_storage(moving)))
+            self._given = tensors_in(args)
 
     def _leave(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         seen, live, self._inside = self.seen[index], self.ledger.live_bytes, None
@@ -139,6 +155,8 @@ class _Watch:
             return
         seen.kept_bytes = live - seen.start_bytes - sum(map(self.ledger.size_of, _by_storage(output)))
         seen.forward = self.ledger.tally.minus(seen.begun)
+        seen.attention = difference(self.ledger.tally.attention, seen.attention_begun[0])
+        seen.attention_bytes = self.ledger.tally.attention_bytes - seen.attention_begun[1]
         self.note(within=True)
         self._before = index + 1
         for tensor in outputs:
@@ -190,7 +208,7 @@ def _key(recipe: Recipe, family: ModelFamily, dtype: torch.dtype, more: list[obj
     files = [astuple(FileVersion.of(file)) for file in files_of(Path(other))] if other else []
     state = (recipe.optim.model_dump(mode="json", exclude=SHARED), bool(recipe.train.ema_decay), files)
     formats = [family.weight_format(name).name for name in family.all_components]
-    parts = [software, family.name, family.structure, formats, lora, *state, kernels]
+    parts = [LAYOUT, software, family.name, family.structure, formats, lora, *state, kernels]
     return hashlib.sha256(json.dumps([*parts, str(dtype), *more]).encode("utf-8")).hexdigest()
 
 
@@ -284,7 +302,7 @@ def count(
         adapter_bytes=always_bytes,
         gradient_bytes=gradient_bytes,
         landing_bytes=landing_bytes,
-        blocks=tuple(_block(f"{number}", seen) for number, seen in enumerate(watch.seen)),
+        blocks=tuple(_block(f"{number}", seen, model.dtype) for number, seen in enumerate(watch.seen)),
         moments=tuple(watch.moments),
         work=work,
         recomputed_bytes=recomputed_bytes,
@@ -344,7 +362,9 @@ def adapter_bytes(count: int, state: int, recipe: Recipe, dtype: torch.dtype) ->
     return count * (master + average + working + leaf) + state, count * 4, count * leaf
 
 
-def _block(name: str, seen: _Seen) -> Block:
+def _block(name: str, seen: _Seen, dtype: torch.dtype) -> Block:
+    packed = [layer for layer in seen.block.modules() if isinstance(layer, PackedLinear)]
+    dense_bytes = sum(taken_bytes(math.prod(dense_shape(layer)) * dtype.itemsize) for layer in packed)
     return Block(
         name=name,
         weight_bytes=frozen_bytes([seen.block]),
@@ -354,6 +374,11 @@ def _block(name: str, seen: _Seen) -> Block:
         passing_bytes=seen.passing_bytes,
         entry_bytes=seen.entry_bytes,
         forward=seen.forward,
+        attention_bytes=seen.attention_bytes,
+        attention=seen.attention,
+        input_bytes=seen.input_bytes,
+        dense_bytes=dense_bytes,
+        unpacking_bytes=dense_bytes + frozen_bytes(packed),
     )
 
 
@@ -381,15 +406,28 @@ def largest_of(recipe: Recipe) -> SampleShape:
     return SampleShape.of(**largest, **frames, **controls)
 
 
-def measured_rates(device: torch.device, dtype: torch.dtype, pin: bool = True) -> Rates:
-    """Measure the rates of matrix products, copies within the GPU, and copies from main memory (pinned if ``pin``)."""
+def measured_rates(
+    device: torch.device, dtype: torch.dtype, pin: bool = True, attending: Context = nullcontext
+) -> Rates:
+    """Measure the rates of matrix products, attention, copies within the GPU, and copies from and to main memory.
+
+    ``pin``: whether that memory is pinned. ``attending``: returns the context of attention in training.
+    """
     own = torch.Generator(device).manual_seed(0)  # leaves the default generator unchanged
     a, b = (torch.randn(SIDE, SIDE, device=device, generator=own).to(dtype) for _ in range(2))
     here = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
     there = torch.empty(SENT_BYTES, dtype=torch.uint8, pin_memory=pin)
+    heads_BHSD = a.flatten()[: HEADS * TOKENS * HEAD_WIDTH].view(1, HEADS, TOKENS, HEAD_WIDTH)
+
+    def attend() -> None:
+        with attending():
+            nn.functional.scaled_dot_product_attention(heads_BHSD, heads_BHSD, heads_BHSD)
+
     return Rates(
         flops=2 * SIDE**3 / seconds_of(lambda: a @ b, device),
         moved_bytes=2 * COPIED_BYTES / seconds_of(lambda: here.clone(), device),
         bus_bytes=SENT_BYTES / seconds_of(lambda: here[:SENT_BYTES].copy_(there, non_blocking=True), device),
+        back_bytes=SENT_BYTES / seconds_of(lambda: there.copy_(here[:SENT_BYTES], non_blocking=True), device),
+        attention_flops=4 * HEADS * TOKENS**2 * HEAD_WIDTH / seconds_of(attend, device),
         known=True,
     )

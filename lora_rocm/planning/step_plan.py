@@ -4,19 +4,20 @@ The input (``Footprint``) is counted for one sample on a model without weights; 
 activations grow with the number of samples computed at once.
 
 Modes, from most memory to most time: *keep* keeps all activations. *selective* recomputes the activations of some
-blocks in the backward pass, *recompute* the activations of all blocks (arXiv 1604.06174). *offload* also recomputes
-all, and
-keeps the blocks' frozen weights in main memory. Each micro-batch can also be split into parts (arXiv 1811.06965).
+blocks in the backward pass, *recompute* the activations of all blocks (arXiv 1604.06174). *attention* recomputes all,
+but for the output of attention. *inputs* recomputes all, and keeps the blocks' inputs in main memory; *offload* keeps
+the blocks' frozen weights there. A recomputed block of *selective* and *inputs* may keep its attention's output, and
+inputs may move in *selective* and *offload* too. Each micro-batch can also be split into parts (arXiv 1811.06965).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any
 
-Mode = Literal["keep", "selective", "recompute", "offload"]
-MODES: tuple[Mode, ...] = get_args(Mode)
+from lora_rocm.planning.step_choice import MODES, Choice, Mode, Way, choices_of, step_seconds, ways_of
+
 MIB = 2**20
 
 SLOTS = 2
@@ -48,11 +49,15 @@ CONTEXT_BYTES = 512 * MIB
 
 @dataclass(frozen=True)
 class SampleCost:
-    """Work of one sample: FLOPs of products and convolutions, bytes moved by other operations, kernel launches."""
+    """Work of one sample.
+
+    FLOPs of products and convolutions, bytes moved by other operations, kernel launches, and FLOPs of attention.
+    """
 
     flops: float = 0.0
     moved_bytes: float = 0.0
     launches: int = 0
+    attention_flops: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -60,13 +65,18 @@ class Block:
     """One block of the model, and its memory for one sample in bytes.
 
     Attributes:
-        weight_bytes: frozen weights.
+        weight_bytes: frozen weights, which do not depend on the samples; nor do the next two.
+        dense_bytes: packed weights once they are unpacked.
+        unpacking_bytes: bytes read and written to unpack them.
         kept_bytes: activations that recomputation would free. The block's inputs are not among them.
         start_bytes: memory in use when the block's forward pass begins.
         rise_bytes: rise of the memory above ``start_bytes`` in the forward pass, up to the last saved tensor.
         passing_bytes: rise of the memory above ``start_bytes`` in a forward pass that saves nothing.
         entry_bytes: memory in use when the backward pass reaches the block, with all activations kept.
         forward: work of recomputing the block.
+        attention_bytes: outputs of attention, part of ``kept_bytes``.
+        attention: work of these outputs, part of ``forward``.
+        input_bytes: inputs that only the block's recomputation needs.
     """
 
     name: str
@@ -77,6 +87,11 @@ class Block:
     passing_bytes: int
     entry_bytes: int
     forward: SampleCost
+    attention_bytes: int = 0
+    attention: SampleCost = SampleCost()
+    input_bytes: int = 0
+    dense_bytes: int = 0
+    unpacking_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -146,7 +161,8 @@ class Footprint:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Footprint:
-        blocks = tuple(Block(**{**block, "forward": SampleCost(**block["forward"])}) for block in value["blocks"])
+        costs = ("forward", "attention")
+        blocks = tuple(Block(**{**each, **{key: SampleCost(**each[key]) for key in costs}}) for each in value["blocks"])
         moments = tuple(MemoryPeak(**moment) for moment in value["moments"])
         smaller = tuple(SmallerAdapter(**each) for each in value["smaller"])
         work = SampleCost(**value["work"])
@@ -178,6 +194,9 @@ class Footprint:
                 rise_bytes=int(block.rise_bytes * share),
                 entry_bytes=int(block.entry_bytes * share),
                 forward=_scaled(block.forward, share),
+                attention_bytes=int(block.attention_bytes * share),
+                attention=_scaled(block.attention, share),
+                input_bytes=int(block.input_bytes * share),
             )
             for block in self.blocks
         )
@@ -198,6 +217,7 @@ class Footprint:
 class Rates:
     """Rates of a machine, per second.
 
+    attention_flops: of attention. bus_bytes, back_bytes: of copies from and to main memory.
     launch_s: minimum time of a kernel launch on the device.
     host_launch_s: time of a launch on the host, if it is not captured.
     known: whether the rates were measured on this machine. If not, only ratios of times are meaningful.
@@ -206,6 +226,8 @@ class Rates:
     flops: float = 100e12
     moved_bytes: float = 900e9
     bus_bytes: float = 12e9
+    back_bytes: float = 12e9
+    attention_flops: float = 60e12
     launch_s: float = 4e-6
     host_launch_s: float = 30e-6
     known: bool = False
@@ -225,6 +247,8 @@ class StepRequirements:
             the captured passes.
         correction: ratio of measured to counted activations.
         all_offloaded: whether every block is offloaded, and not as few as possible.
+        keeps_attention: whether recomputed blocks may keep the output of their attention.
+        unpacks_once: whether the unpacked weights of a recomputed block may stay until its backward pass is over.
     """
 
     batch_size: int = 1
@@ -235,6 +259,8 @@ class StepRequirements:
     shapes: int = 1
     correction: float = 1.0
     all_offloaded: bool = False
+    keeps_attention: bool = True
+    unpacks_once: bool = True
 
 
 @dataclass(frozen=True)
@@ -242,7 +268,7 @@ class Plan:
     """A plan for computing a step.
 
     Attributes:
-        mode: keep, selective, recompute or offload.
+        mode: keep, selective, attention, recompute, inputs or offload.
         parts: number of parts into which a micro-batch is split.
         rows: samples computed at once.
         recomputed, offloaded: indices into ``Footprint.blocks``.
@@ -251,6 +277,7 @@ class Plan:
         step_s: estimated time of a step.
         graphs: whether passes are captured as graphs.
         keeps_gradients: whether the gradient buffer stays allocated during the passes of a step.
+        attention, offloads_inputs, unpacks_once: see ``Choice``.
     """
 
     mode: Mode
@@ -263,6 +290,18 @@ class Plan:
     step_s: float
     graphs: bool = False
     keeps_gradients: bool = False
+    attention: tuple[int, ...] = ()
+    offloads_inputs: bool = False
+    unpacks_once: bool = False
+
+    @property
+    def choice(self) -> Choice:
+        """What the plan recomputes, and what is in main memory."""
+        return Choice(self.recomputed, self.offloaded, self.attention, self.offloads_inputs, self.unpacks_once)
+
+    def same(self, other: Plan) -> bool:
+        """Whether the plans differ in nothing but their estimates."""
+        return (self.parts, self.choice, self.graphs) == (other.parts, other.choice, other.graphs)
 
 
 def choose(budget_bytes: int | None, footprint: Footprint, job: StepRequirements, rates: Rates) -> Plan | None:
@@ -282,8 +321,9 @@ def choose(budget_bytes: int | None, footprint: Footprint, job: StepRequirements
 
 def smallest(footprint: Footprint, job: StepRequirements, rates: Rates) -> Plan:
     """Return the plan that needs the least memory."""
-    ways = [(mode, parts, way) for parts in parts_of(job) for mode in job.modes for way in _captured_or_not(job)]
-    plans = (plan for mode, parts, way in ways for plan in plans_of(mode, parts, footprint, way, rates))
+    plans = (
+        plan for parts in parts_of(job) for mode in job.modes for plan in plans_of(mode, parts, footprint, job, rates)
+    )
     return min(plans, key=lambda plan: (plan.needed_bytes, plan.step_s))
 
 
@@ -292,10 +332,7 @@ def table(budget_bytes: int | None, footprint: Footprint, job: StepRequirements,
     limit = float("inf") if budget_bytes is None else budget_bytes
     return [
         fit(limit, mode, parts, footprint, job, rates)
-        or min(
-            (plan for way in _captured_or_not(job) for plan in plans_of(mode, parts, footprint, way, rates)),
-            key=lambda plan: plan.needed_bytes,
-        )
+        or min(plans_of(mode, parts, footprint, job, rates), key=lambda plan: plan.needed_bytes)
         for parts in parts_of(job)
         for mode in job.modes
     ]
@@ -312,59 +349,45 @@ def parts_of(job: StepRequirements) -> list[int]:
 def fit(limit: float, mode: Mode, parts: int, footprint: Footprint, job: StepRequirements, rates: Rates) -> Plan | None:
     """Return the fastest plan of a mode that needs at most ``limit`` bytes, or None if none fits."""
     found = []
-    for way in _captured_or_not(job):
-        variants = plans_of(mode, parts, footprint, way, rates)
+    for way in ways_of(mode, footprint, job):
+        variants = _of_way(mode, way, parts, footprint, job, rates)
         found.append(next((plan for plan in variants if plan.needed_bytes <= limit), None))
     return min((plan for plan in found if plan is not None), key=lambda plan: plan.step_s, default=None)
 
 
-def _captured_or_not(job: StepRequirements) -> tuple[StepRequirements, ...]:
-    return (job, replace(job, graphs=False)) if job.graphs else (job,)
-
-
 def plans_of(mode: Mode, parts: int, footprint: Footprint, job: StepRequirements, rates: Rates) -> Iterator[Plan]:
-    """Yield the plans of a mode, the fastest first. Each recomputes or offloads more blocks than the one before."""
-    every = tuple(range(len(footprint.blocks)))
-    variants: Iterator[tuple[Sequence[int], Sequence[int]]]
-    if mode == "keep":
-        variants = iter([((), ())])
-    elif mode == "selective":
-        order = by_worth(footprint, rates)
-        variants = ((order[:count], ()) for count in range(1, max(2, len(order))))
-    elif mode == "recompute":
-        variants = iter([(every, ())])
-    else:
-        fewest = len(every) if job.all_offloaded else 1
-        variants = ((every, spread(count, len(every))) for count in range(fewest, len(every) + 1))
-    for recomputed, offloaded in variants:
-        yield planned(mode, parts, recomputed, offloaded, footprint, job, rates)
+    """Yield the plans of a mode, for one way after the other. Each of a way gives up more than the one before."""
+    for way in ways_of(mode, footprint, job):
+        yield from _of_way(mode, way, parts, footprint, job, rates)
 
 
-def planned(
-    mode: Mode,
-    parts: int,
-    recomputed: Sequence[int],
-    offloaded: Sequence[int],
-    footprint: Footprint,
-    job: StepRequirements,
-    rates: Rates,
-) -> Plan:
+def _of_way(
+    mode: Mode, way: Way, parts: int, footprint: Footprint, job: StepRequirements, rates: Rates
+) -> Iterator[Plan]:
+    one = replace(job, graphs=way.graphs)
+    for choice in choices_of(mode, footprint, job, rates, way):
+        yield planned(mode, parts, choice, footprint, one, rates)
+
+
+def planned(mode: Mode, parts: int, choice: Choice, footprint: Footprint, job: StepRequirements, rates: Rates) -> Plan:
     """Return the plan with these settings, with its estimated memory and time."""
     rows = -(-job.batch_size // parts)
-    activations = int(rows * activation_bytes(footprint, recomputed, offloaded) * job.correction)
+    counted = activation_bytes(footprint, choice.recomputed, choice.offloaded, choice.attention, choice.offloads_inputs)
+    activations = int(rows * counted * job.correction)
     several = parts * job.accumulation > 1
     keeps = several or job.graphs
     stays, comes = footprint.gradient_bytes * keeps, footprint.gradient_bytes * (not keeps) + footprint.landing_bytes
-    peak = resident_bytes(footprint, offloaded) + stays + max(comes, activations)
+    passing = activations + unpacked_bytes(footprint, choice)
+    peak = resident_bytes(footprint, choice.offloaded) + stays + max(comes, passing)
     needed = peak + SLACK_BYTES + int(SLACK_SHARE * activations)
-    if recomputed:
-        needed += int(SLACK_RECOMPUTED * rows * job.correction * _passing_bytes(footprint, recomputed, offloaded))
+    if choice.recomputed:
+        needed += int(SLACK_RECOMPUTED * rows * job.correction * _passing_bytes(footprint, choice))
     if job.graphs:
         proof = (PROOF_BUFFERS + SUM_BUFFERS * several) * footprint.gradient_bytes
-        peak, needed = peak + proof, needed + proof + GRAPH_BYTES + (activations if job.shapes > 1 else 0)
-    seconds = step_seconds(parts, recomputed, offloaded, footprint, job, rates)
-    blocks = (tuple(sorted(recomputed)), tuple(sorted(offloaded)))
-    return Plan(mode, parts, rows, *blocks, peak, needed, seconds, job.graphs, keeps)
+        peak, needed = peak + proof, needed + proof + GRAPH_BYTES + (passing if job.shapes > 1 else 0)
+    taken = step_seconds(parts, choice, footprint, job, rates)
+    blocks, rest = (choice.recomputed, choice.offloaded), (choice.attention, choice.offloads_inputs)
+    return Plan(mode, parts, rows, *blocks, peak, needed, taken, job.graphs, keeps, *rest, choice.unpacks_once)
 
 
 def correction(plan: Plan, peak_bytes: int, footprint: Footprint, before: float = 1.0) -> float:
@@ -377,8 +400,9 @@ def correction(plan: Plan, peak_bytes: int, footprint: Footprint, before: float 
         before: the previous ratio. It is returned if the peak occurred while gradients were gathered, because such a
             peak does not depend on activations.
     """
-    counted = plan.rows * activation_bytes(footprint, plan.recomputed, plan.offloaded)
-    resident = resident_bytes(footprint, plan.offloaded)
+    of_blocks = (plan.recomputed, plan.offloaded, plan.attention, plan.offloads_inputs)
+    counted = plan.rows * activation_bytes(footprint, *of_blocks)
+    resident = resident_bytes(footprint, plan.offloaded) + unpacked_bytes(footprint, plan.choice)
     if peak_bytes <= resident + footprint.gradient_bytes + footprint.landing_bytes:
         return before
     stays = footprint.gradient_bytes * plan.keeps_gradients
@@ -392,18 +416,38 @@ def resident_bytes(footprint: Footprint, offloaded: Sequence[int]) -> int:
     return weights + footprint.adapter_bytes + WORKSPACE_BYTES
 
 
-def activation_bytes(footprint: Footprint, recomputed: Sequence[int], offloaded: Sequence[int] = ()) -> int:
+def unpacked_bytes(footprint: Footprint, choice: Choice) -> int:
+    """Return the memory of the dense weights that wait for a block's backward pass, which do not depend on samples."""
+    if not choice.unpacks_once:
+        return 0
+    return max((footprint.blocks[index].dense_bytes for index in choice.recomputed), default=0)
+
+
+def activation_bytes(
+    footprint: Footprint,
+    recomputed: Sequence[int],
+    offloaded: Sequence[int] = (),
+    attention: Sequence[int] = (),
+    offloads_inputs: bool = False,
+) -> int:
     """Return the peak activations of one sample if the ``recomputed`` blocks do not keep their activations.
 
     A recomputed block's kept bytes are in memory only from its own backward pass on. Its recomputation then adds the
-    memory of its forward pass.
+    memory of its forward pass. Blocks of ``attention`` keep their attention's output, which recomputation uses. With
+    ``offloads_inputs`` a recomputed block's inputs are not in memory either, but for those on their way and the slots
+    to which they come back.
     """
-    chosen = set(recomputed)
-    if footprint.recomputed_bytes is not None and len(chosen) == len(footprint.blocks) and not offloaded:
+    chosen, keeping = set(recomputed), set(attention)
+    plain = not offloaded and not keeping and not offloads_inputs
+    if footprint.recomputed_bytes is not None and len(chosen) == len(footprint.blocks) and plain:
         return footprint.recomputed_bytes
+    moved = [footprint.blocks[index].input_bytes for index in chosen] if offloads_inputs else []
+    on_the_way = (SLOTS + IN_FLIGHT - 1) * max(moved, default=0)
     missing = [0]  # at index: bytes that the blocks before it do not keep
     for index, block in enumerate(footprint.blocks):
-        missing.append(missing[-1] + (block.kept_bytes if index in chosen else 0))
+        given_up = block.kept_bytes - (block.attention_bytes if index in keeping else 0)
+        given_up += block.input_bytes if offloads_inputs else 0
+        missing.append(missing[-1] + (given_up if index in chosen else 0))
     levels = [
         moment.num_bytes - missing[moment.before]
         for moment in footprint.moments
@@ -413,68 +457,22 @@ def activation_bytes(footprint: Footprint, recomputed: Sequence[int], offloaded:
         block = footprint.blocks[index]
         levels.append(block.start_bytes + block.passing_bytes - missing[index])
         if block.entry_bytes:  # else no gradient passes through it
-            levels.append(block.entry_bytes - block.kept_bytes - missing[index] + block.rise_bytes)
-    return max(levels, default=0)
+            own = block.input_bytes if offloads_inputs else 0  # is in a slot
+            levels.append(block.entry_bytes - block.kept_bytes - own - missing[index] + block.rise_bytes)
+    return on_the_way + max(levels, default=0)
 
 
-def _passing_bytes(footprint: Footprint, recomputed: Sequence[int], offloaded: Sequence[int]) -> float:
+def _passing_bytes(footprint: Footprint, choice: Choice) -> float:
     """Return one sample's activations in a fully recomputed pass, times the share of recomputed blocks.
 
-    Several blocks are recomputed together only if all blocks are recomputed.
+    Several blocks are recomputed together only if all blocks are recomputed, and nothing else is chosen.
     """
     every = range(len(footprint.blocks))
-    if offloaded or len(recomputed) < len(every):
+    rest = (choice.offloaded, choice.attention, choice.offloads_inputs)
+    if any(rest) or len(choice.recomputed) < len(every):
         footprint = replace(footprint, recomputed_bytes=None)
-    return activation_bytes(footprint, every) * len(recomputed) / len(every)
-
-
-def by_worth(footprint: Footprint, rates: Rates) -> list[int]:
-    """Return the indices of blocks with kept activations, the most bytes freed per second of recomputation first."""
-    blocks = footprint.blocks
-    kept = [index for index, block in enumerate(blocks) if block.kept_bytes > 0]
-    return sorted(
-        kept, key=lambda index: -blocks[index].kept_bytes / max(1e-12, _seconds(blocks[index].forward, 1, 1, rates))
-    )
-
-
-def spread(count: int, total: int) -> list[int]:
-    """Return ``count`` of ``total`` block indices, evenly spread, so that other blocks compute between two fetches.
-
-    A larger choice includes every smaller one.
-    """
-    bits = max(1, (total - 1).bit_length())
-    order = sorted(range(total), key=lambda index: int(f"{index:0{bits}b}"[::-1], 2))
-    return sorted(order[:count])
-
-
-def step_seconds(
-    parts: int,
-    recomputed: Sequence[int],
-    offloaded: Sequence[int],
-    footprint: Footprint,
-    job: StepRequirements,
-    rates: Rates,
-) -> float:
-    """Return the estimated time of a step.
-
-    Matrix products count by FLOPs, all other work by bytes moved, and each launch has a minimum time. Copies overlap
-    with computation, so only the longer of the two counts. Each offloaded block is fetched twice, in the forward and in
-    the backward pass.
-    """
-    samples = job.batch_size
-    total = _seconds(footprint.work, samples, parts, rates)
-    total += sum(_seconds(footprint.blocks[index].forward, samples, parts, rates) for index in recomputed)
-    if not job.graphs:  # else the host launches one graph per pass
-        launches = footprint.work.launches + sum(footprint.blocks[index].forward.launches for index in recomputed)
-        total = max(total, parts * launches * rates.host_launch_s)
-    fetched = 2 * parts * sum(footprint.blocks[index].weight_bytes for index in offloaded)
-    return job.accumulation * max(total, fetched / rates.bus_bytes)
-
-
-def _seconds(work: SampleCost, samples: int, parts: int, rates: Rates) -> float:
-    computing = work.flops / rates.flops + work.moved_bytes / rates.moved_bytes
-    return samples * computing + parts * work.launches * rates.launch_s
+    return activation_bytes(footprint, every, (), (), choice.offloads_inputs) * len(choice.recomputed) / len(every)
 
 
 def _scaled(work: SampleCost, share: float) -> SampleCost:
-    return SampleCost(work.flops * share, work.moved_bytes * share, work.launches)
+    return SampleCost(work.flops * share, work.moved_bytes * share, work.launches, work.attention_flops * share)

@@ -170,13 +170,16 @@ def test_a_quantised_text_encoder_is_named_with_its_memory(write: Any, child: An
     assert said in capsys.readouterr().out
 
 
+WITHOUT_MAIN_MEMORY = ("keep", "selective", "attention", "recompute")
+
+
 def gpu(budget_gib: float, **changes: Any) -> dict[str, Any]:
     rates = asdict(Rates(flops=1e14, moved_bytes=1e12, bus_bytes=1e10, known=True))
     return {"name": "Card", "integrated": False, "budget_bytes": int(budget_gib * GIB), "rates": rates} | changes
 
 
 def rows_of(output: str) -> list[str]:
-    return [line for line in output.splitlines() if line.startswith(MODES)]
+    return [line for line in output.splitlines() if line.startswith(tuple(f"{mode} " for mode in MODES))]
 
 
 def test_the_table_for_a_card(write: Any, child: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
@@ -318,19 +321,23 @@ def recipe(**sections: dict[str, Any]) -> Recipe:
     ("memory", "checkpointing", "can_offload", "modes"),
     [
         ("auto", False, True, MODES),
-        ("auto", False, False, MODES[:-1]),
-        ("auto", True, True, ("recompute", "offload")),
-        ("auto", True, False, ("recompute",)),
+        ("auto", False, False, WITHOUT_MAIN_MEMORY),
+        ("auto", True, True, ("attention", "recompute", "inputs", "offload")),
+        ("auto", True, False, ("attention", "recompute")),
         ("keep", False, True, ("keep",)),
         ("keep", True, True, ("recompute",)),
         ("selective", True, True, ("recompute",)),
+        ("attention", False, False, ("attention",)),
+        ("attention", True, True, ("recompute",)),
+        ("inputs", True, True, ("inputs",)),
         ("offload", True, False, ("offload",)),
     ],
 )
 def test_what_a_recipe_allows(memory: str, checkpointing: bool, can_offload: bool, modes: tuple[str, ...]) -> None:
     by_recipe = checkpointing and memory == "auto"  # else the two contradict each other, and past failures decide
     asked = recipe(runtime={"memory": memory}, train={"gradient_checkpointing": by_recipe})
-    job = job_of(asked, Settings(checkpointing=checkpointing), on_gpu=True, can_offload=can_offload)
+    settings = Settings(checkpointing=checkpointing and not by_recipe)
+    job = job_of(asked, settings, on_gpu=True, can_offload=can_offload)
     assert job.modes == modes
     assert job.all_offloaded == (memory == "offload")
 
@@ -340,8 +347,8 @@ def test_what_a_recipe_allows(memory: str, checkpointing: bool, can_offload: boo
     [
         ("off", "auto", MODES),  # the control
         ("auto", "auto", MODES),  # which is off
-        ("regional", "auto", MODES[:-1]),
-        ("full", "auto", MODES[:-1]),
+        ("regional", "auto", ("keep", "selective", "recompute")),
+        ("full", "auto", ("keep", "selective", "recompute")),
         ("full", "offload", ("offload",)),  # asked for both: that is refused in words, not undone
     ],
 )
@@ -357,7 +364,32 @@ def test_what_is_compiled_is_not_offloaded_by_auto(compiled: str, memory: str, m
 
 def test_what_past_failures_made_necessary_holds() -> None:
     job = job_of(recipe(), Settings(micro_batch_parts=8, checkpointing=True), on_gpu=True, can_offload=True)
-    assert job.modes == ("recompute", "offload") and job.min_parts == 4
+    assert job.modes == ("recompute", "inputs", "offload") and job.min_parts == 4
+    assert not job.keeps_attention and not job.unpacks_once
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa-flash", "math-groups"])
+def test_only_attention_whose_output_can_be_kept_is_kept(attention: Any) -> None:
+    found = [
+        job_of(recipe(**sections), Settings(attention=name), on_gpu=True, can_offload=True).keeps_attention
+        for name, sections in (
+            (attention, {}),
+            ("math", {}),
+            ("flash", {}),
+            (attention, {"runtime": {"compile": "full"}}),
+        )
+    ]
+    assert found == [True, False, False, False]
+
+
+def test_inputs_are_never_moved_to_memory_that_the_gpu_shares() -> None:
+    asked = recipe(runtime={"memory": "inputs"})
+    assert job_of(asked, Settings(), on_gpu=True, can_offload=True).modes == ("inputs",)
+    with pytest.raises(UserError) as caught:
+        job_of(asked, Settings(), on_gpu=True, can_offload=False)
+    assert caught.value.code == "inputs-share-memory"
+    for allowed in (job_of(recipe(), Settings(), on_gpu=True, can_offload=False).modes, WITHOUT_MAIN_MEMORY):
+        assert not {"inputs", "offload"} & set(allowed)
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,8 @@ class Machine:
     def taken(self) -> int:
         plan, net = self.memory.plan, self.memory.footprint
         assert plan is not None and net is not None
-        activations = self.factor * plan.rows * activation_bytes(net, plan.recomputed, plan.offloaded)
+        of_blocks = (plan.recomputed, plan.offloaded, plan.attention, plan.offloads_inputs)
+        activations = self.factor * plan.rows * activation_bytes(net, *of_blocks)
         return int(resident_bytes(net, plan.offloaded) + activations)
 
     def run(self, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> None:
@@ -339,14 +340,14 @@ def test_on_the_cpu_it_is_as_the_recipe_says(
     asked = recipe(memory, gradient_checkpointing=checkpointing and memory == "auto")
     settings, family = Settings(micro_batch_parts=2, checkpointing=checkpointing), Chain()
     found = decide(asked, family, CPU, torch.float32, settings, SampleShape.of(h=32, w=32), NOBODY)  # type: ignore[arg-type]
-    assert (found.recomputes, found.offloads, found.plan) == (recomputes, offloads, None)
+    assert (found.recomputes, found.asked == "offload", found.plan) == (recomputes, offloads, None)
     assert found.parts == 2 and found.recomputes_all == recomputes
 
 
 def test_a_gpu_is_measured_unless_each_start_has_to_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, gpu, measured, pinned = recipe(), torch.device("cuda"), Rates(flops=7e14, known=True), []
 
-    def measure(device: torch.device, dtype: torch.dtype, pin: bool) -> Rates:
+    def measure(device: torch.device, dtype: torch.dtype, pin: bool, attending: object) -> Rates:
         pinned.append(pin)
         return measured
 

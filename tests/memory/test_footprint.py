@@ -35,7 +35,8 @@ from lora_rocm.memory import footprint as counting
 from lora_rocm.memory.footprint import adapter_bytes, count, counted, meta_model, state_bytes
 from lora_rocm.memory.op_counter import Ledger
 from lora_rocm.optim.base import GatedOptimizer
-from lora_rocm.planning.step_plan import Footprint, Rates, SampleCost, activation_bytes, by_worth
+from lora_rocm.planning.step_choice import by_worth
+from lora_rocm.planning.step_plan import Footprint, Rates, SampleCost, activation_bytes
 from lora_rocm.processes.jobs import PlanJob
 from lora_rocm.processes.tool import write_job
 from lora_rocm.recipe.kinds import recipe_from

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lora_rocm.planning.step_choice import by_worth, spread
 from lora_rocm.planning.step_plan import (
     GRAPH_BYTES,
     MODES,
@@ -27,14 +28,12 @@ from lora_rocm.planning.step_plan import (
     SampleCost,
     StepRequirements,
     activation_bytes,
-    by_worth,
     choose,
     correction,
     parts_of,
     plans_of,
     resident_bytes,
     smallest,
-    spread,
     table,
 )
 

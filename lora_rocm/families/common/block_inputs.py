@@ -182,6 +182,10 @@ class BlockInputs:
 
         return given
 
+    def close(self) -> None:
+        """Make the device wait for all copies, so that their memory can be freed."""
+        self._forget()
+
     def _forget(self) -> None:
         self._free(self._pass)
         for place, arrived in enumerate(self._arrived):
