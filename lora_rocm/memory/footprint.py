@@ -84,6 +84,7 @@ class _Seen:
     attention: SampleCost = field(default_factory=SampleCost)
     attention_bytes: int = 0
     input_bytes: int = 0
+    again_bytes: int = 0
 
 
 class _Watch:
@@ -143,9 +144,10 @@ class _Watch:
         given = _by_storage((args, kwargs))
         seen.inputs = [(weakref.ref(tensor.untyped_storage()), self.ledger.size_of(tensor)) for tensor in given]
         if torch.is_grad_enabled():
-            moving = [args[place] for place in movable(args, self._given if index else ())]
+            values = [*args, *kwargs.values()]  # recomputed blocks are called by position
+            moving = [values[place] for place in movable(values, self._given if index else ())]
             seen.input_bytes = sum(map(self.ledger.size_of, _by_storage(moving)))
-            self._given = tensors_in(args)
+            self._given = tensors_in(values)
 
     def _leave(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         seen, live, self._inside = self.seen[index], self.ledger.live_bytes, None
@@ -284,9 +286,8 @@ def count(
             watch.note()
             work = ledger.tally.now()
             watch.close()
-            # A second pass that recomputes all blocks in segments.
-            again = Recomputing(model, together=True, again=lambda: fused_attention(not plain_attention))
-            recomputed_bytes = _recomputed(family, model, batch, draws, ledger, again)
+            # Passes that recompute all blocks, in segments and alone.
+            recomputed_bytes = _recomputed(family, model, batch, draws, watch, plain_attention)
     finally:
         watch.close()
         for drop in drops:
@@ -325,14 +326,66 @@ def _smaller(adapter: Adapter, recipe: Recipe, dtype: torch.dtype, state_itemsiz
 
 
 def _recomputed(
-    family: ModelFamily, model: LoadedModel, batch: Tensors, draws: Tensors, ledger: Ledger, again: Recomputing
+    family: ModelFamily, model: LoadedModel, batch: Tensors, draws: Tensors, watch: _Watch, plain_attention: bool
 ) -> int:
-    """Peak bytes of a pass in which all blocks are recomputed."""
-    family.recompute_activations(model, again)
-    ledger.mark()
-    losses(family, model, batch, draws).sum().backward()
+    """Peak bytes of a pass in which all blocks are recomputed, as few of them alone as the family does.
+
+    The memory of each block's recomputation is taken from a pass in which each is recomputed alone.
+    """
+    peaks = []
+    for together in (True, False):
+        again = Recomputing(model, together=together, again=lambda: fused_attention(not plain_attention))
+        family.recompute_activations(model, again)
+        with _Recomputed(watch) as recomputed:
+            losses(family, model, batch, draws).sum().backward()
+        peaks.append(recomputed.peak_bytes)
+        if not again.has_segments:  # the second pass would be the same
+            break
     family.recompute_activations(model, Recomputing(model, chosen=()))
-    return ledger.mark()
+    return peaks[0]
+
+
+class _Recomputed:
+    """Hooks that record the memory of each block's recomputation and backward pass, and the peak of the whole pass."""
+
+    def __init__(self, watch: _Watch) -> None:
+        self._ledger, self._seen = watch.ledger, watch.seen
+        self.peak_bytes = 0
+        self._now: tuple[_Seen, int] | None = None
+
+    def __enter__(self) -> _Recomputed:
+        self._ledger.mark()
+        self._handles = [
+            seen.block.register_forward_pre_hook(partial(self._begin, seen), with_kwargs=True) for seen in self._seen
+        ]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, seen: _Seen, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch._C._current_graph_task_id() >= 0:  # in the backward pass
+            self._end()
+            self._now = seen, self._ledger.live_bytes
+            return
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(partial(self._reached, seen))
+
+    def _reached(self, seen: _Seen, gradient: Tensor) -> None:
+        """End a block whose backward pass has computed the gradient of one of its inputs."""
+        if self._now is not None and self._now[0] is seen:
+            self._end()
+
+    def _end(self) -> None:
+        peak = self._ledger.mark()
+        self.peak_bytes = max(self.peak_bytes, peak)
+        if self._now is not None:
+            seen, begin_bytes = self._now
+            seen.again_bytes = peak - begin_bytes
+            self._now = None
 
 
 def state_bytes(shapes: Sequence[torch.Size], recipe: Recipe) -> int:
@@ -377,6 +430,7 @@ def _block(name: str, seen: _Seen, dtype: torch.dtype) -> Block:
         attention_bytes=seen.attention_bytes,
         attention=seen.attention,
         input_bytes=seen.input_bytes,
+        again_bytes=seen.again_bytes,
         dense_bytes=dense_bytes,
         unpacking_bytes=dense_bytes + frozen_bytes(packed),
     )

@@ -77,6 +77,8 @@ class Block:
         attention_bytes: outputs of attention, part of ``kept_bytes``.
         attention: work of these outputs, part of ``forward``.
         input_bytes: inputs that only the block's recomputation needs.
+        again_bytes: rise of the memory from the begin of the recomputation to the end of the backward pass; 0 if it was
+            not counted, which is then estimated by ``rise_bytes``.
     """
 
     name: str
@@ -92,6 +94,7 @@ class Block:
     input_bytes: int = 0
     dense_bytes: int = 0
     unpacking_bytes: int = 0
+    again_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -197,6 +200,7 @@ class Footprint:
                 attention_bytes=int(block.attention_bytes * share),
                 attention=_scaled(block.attention, share),
                 input_bytes=int(block.input_bytes * share),
+                again_bytes=int(block.again_bytes * share),
             )
             for block in self.blocks
         )
@@ -458,7 +462,8 @@ def activation_bytes(
         levels.append(block.start_bytes + block.passing_bytes - missing[index])
         if block.entry_bytes:  # else no gradient passes through it
             own = block.input_bytes if offloads_inputs else 0  # is in a slot
-            levels.append(block.entry_bytes - block.kept_bytes - own - missing[index] + block.rise_bytes)
+            rise_bytes = block.again_bytes or block.rise_bytes
+            levels.append(block.entry_bytes - block.kept_bytes - own - missing[index] + rise_bytes)
     return on_the_way + max(levels, default=0)
 
 

@@ -15,8 +15,8 @@ from lora_rocm.commands.output import Output, OutputMode
 from lora_rocm.commands.plan import AvailableMemory, card_bytes
 from lora_rocm.errors import RecipeError, UserError
 from lora_rocm.hardware.settings import Settings
+from lora_rocm.planning.step_choice import MODES
 from lora_rocm.planning.step_plan import (
-    MODES,
     Block,
     Footprint,
     MemoryPeak,
@@ -370,14 +370,10 @@ def test_what_past_failures_made_necessary_holds() -> None:
 
 @pytest.mark.parametrize("attention", ["auto", "sdpa-flash", "math-groups"])
 def test_only_attention_whose_output_can_be_kept_is_kept(attention: Any) -> None:
+    compiled = {"runtime": {"compile": "full"}}
     found = [
         job_of(recipe(**sections), Settings(attention=name), on_gpu=True, can_offload=True).keeps_attention
-        for name, sections in (
-            (attention, {}),
-            ("math", {}),
-            ("flash", {}),
-            (attention, {"runtime": {"compile": "full"}}),
-        )
+        for name, sections in ((attention, {}), ("math", {}), ("flash", {}), (attention, compiled))
     ]
     assert found == [True, False, False, False]
 

@@ -105,13 +105,17 @@ class Real:
         for component in self.model.components.values():
             component.train()
 
-    def activations(self, chosen: list[nn.Module] | None, rows: int = 1) -> int:
-        """The most that a pass takes in addition to weights and gradients, in bytes."""
-        together = chosen is None
-        self.family.recompute_activations(self.model, Recomputing(self.model, chosen, together))
-        batch = self.family.example(self.shape, rows)
-        draws = self.family.objective.draw(batch, list(range(rows))).tensors
+    def activations(self, chosen: list[nn.Module] | None, rows: int = 1, apart: bool = False, **how: Any) -> int:
+        """The most that a pass takes in addition to weights and gradients, in bytes.
+
+        ``apart``: whether each block is recomputed alone even if all are.
+        """
+        together = chosen is None and not apart
+        self.family.recompute_activations(self.model, Recomputing(self.model, chosen, together, **how))
+        if how.get("inputs") is not None:  # its main memory, which is the CPU's too, is not counted
+            self.backward(rows)
         gc.collect()
+        batch, draws = self.inputs(rows)
         known = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
         leaves = self.adapter.leaves.values()
         drops = [leaf.register_post_accumulate_grad_hook(_drop) for leaf in leaves]
@@ -121,6 +125,15 @@ class Real:
             drop.remove()
         assert ledger.live_bytes == 0, "the pass is over: all has gone"
         return ledger.peak_bytes
+
+    def inputs(self, rows: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        batch = self.family.example(self.shape, rows)
+        return batch, self.family.objective.draw(batch, list(range(rows))).tensors
+
+    def backward(self, rows: int) -> None:
+        losses(self.family, self.model, *self.inputs(rows)).sum().backward()
+        for leaf in self.adapter.leaves.values():
+            leaf.grad = None
 
 
 def _drop(leaf: Tensor) -> None:

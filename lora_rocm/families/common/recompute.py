@@ -38,6 +38,9 @@ class Recomputing:
         unpacks_once: whether a packed weight is unpacked once for recomputation and backward pass. The dense weights of
             a block are then in memory together.
         inputs: keeps the inputs of recomputed blocks in main memory; None if they stay on the device.
+
+    Attributes:
+        has_segments: whether several blocks were recomputed as one segment.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class Recomputing:
         self._wanted = None if chosen is None else {id(block) for block in chosen}
         self._keeping = {id(block) for block in keeping_attention}
         self._together, self._again, self._unpacks_once = together and inputs is None, again, unpacks_once
-        self._inputs = inputs
+        self._inputs, self.has_segments = inputs, False
         self._how: dict[str, Any] = {"use_reentrant": False}
         self._how["preserve_rng_state"] = any(
             isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
@@ -100,6 +103,7 @@ class Recomputing:
                 break
             first += length
             if self._together and all(map(self._wants, several)):
+                self.has_segments |= length > 1
                 yield several
             else:
                 yield from ([block] for block in several)
