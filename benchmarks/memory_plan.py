@@ -236,7 +236,8 @@ def watching(setup: Setup, resident_bytes: int) -> Iterator[Callable[[], tuple[i
 
 def plan_of(case: Case, footprint: Footprint) -> Plan:
     """Return the plan that the case asks for."""
-    job, rates = StepRequirements(case.rows, graphs=case.graphs), Rates()
+    how: dict[str, Any] = {"modes": (case.mode,), "keeps_attention": False, "unpacks_once": False}
+    job, rates = StepRequirements(case.rows, graphs=case.graphs, **how), Rates()
     variants = list(plans_of(case.mode, 1, footprint, job, rates))
     return variants[max(0, min(len(variants) - 1, round(case.share * len(variants)) - 1))]
 

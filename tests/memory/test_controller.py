@@ -332,6 +332,8 @@ def _gradients(model: LoadedModel) -> list[Tensor]:
         ("recompute", False, True, False),
         ("offload", False, True, True),
         ("offload", True, True, True),
+        ("attention", False, True, False),
+        ("inputs", False, True, False),
     ],
 )
 def test_on_the_cpu_it_is_as_the_recipe_says(
@@ -409,7 +411,7 @@ def test_a_plan_is_put_into_a_model(footprint: Footprint) -> None:
     family, model = Chain(), LoadedModel({"net": Layers()}, torch.float32, CPU)
     wanted = _gradients(model)
     plans = {plan.mode: plan for plan in _all(footprint, StepRequirements(batch_size=1))}
-    for mode in ("selective", "recompute", "keep", "offload"):
+    for mode in ("selective", "attention", "recompute", "inputs", "keep", "offload"):
         model.components["net"].zero_grad()
         door = DeviceTransfer(CPU, pin=False)
         offload = apply(plans[mode], family, model, door, pin=False, again=True)  # type: ignore[arg-type]
@@ -431,3 +433,34 @@ def test_selective_on_the_cpu_recomputes_some(tmp_path: Path) -> None:
     asked = recipe("selective").model_copy(update={"cache": recipe().cache.model_copy(update={"dir": str(tmp_path)})})
     found = decide(asked, family_for(asked), CPU, torch.float32, Settings(), SampleShape.of(h=64, w=64), NOBODY)
     assert found.plan is not None and found.plan.mode == "selective" and not found.recomputes_all
+
+
+def test_what_waits_in_main_memory_stays_there_when_memory_runs_out(footprint: Footprint) -> None:
+    """The relief recomputes all of all blocks, but moves their inputs all the same."""
+    family: Any = Chain()
+    model = LoadedModel({"net": Layers()}, torch.float32, CPU)
+    wanted = _gradients(model)
+    for asked, all_given_up in (("inputs", True), ("attention", False), ("recompute", True)):
+        memory = MemoryManager(StepRequirements(), True, asked)  # type: ignore[arg-type]
+        model.place(memory.placement(family, model, DeviceTransfer(CPU, pin=False), pin=False))
+        memory.apply(family, model)
+        assert memory.recomputes_all is all_given_up and (memory.inputs is not None) == (asked == "inputs")
+        family.recompute_activations(model, memory.least_recomputing(family, model))
+        before = 0 if memory.inputs is None else memory.inputs.moved_bytes
+        model.components["net"].zero_grad()
+        assert all(torch.equal(a, b) for a, b in zip(_gradients(model), wanted, strict=True))
+        assert (memory.inputs is not None and memory.inputs.moved_bytes > before) == (asked == "inputs")
+
+
+def test_inputs_of_an_earlier_plan_are_gone_before_the_next_one_takes_its_own(footprint: Footprint) -> None:
+    family: Any = Chain()
+    model = LoadedModel({"net": Layers()}, torch.float32, CPU)
+    memory = MemoryManager(StepRequirements(), True, "inputs")
+    model.place(memory.placement(family, model, DeviceTransfer(CPU, pin=False), pin=False))
+    memory.apply(family, model)
+    _gradients(model)
+    assert memory.inputs is not None
+    before = weakref.ref(memory.inputs)
+    memory.asked = "recompute"
+    memory.apply(family, model, again=True)
+    assert memory.inputs is None and before() is None
