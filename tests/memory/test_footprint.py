@@ -31,6 +31,7 @@ from lora_rocm.families.common.objectives.loss import losses
 from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.families.common.unet.fused_unet import fuse
 from lora_rocm.hardware.settings import Settings
+from lora_rocm.kernels.fingerprint import _place_weights
 from lora_rocm.memory import footprint as counting
 from lora_rocm.memory.footprint import adapter_bytes, count, counted, meta_model, state_bytes
 from lora_rocm.memory.op_counter import Ledger
@@ -117,6 +118,7 @@ class Real:
         gc.collect()
         batch, draws = self.inputs(rows)
         known = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
+        known += [_place_weights(CPU)] if how.get("inputs") is not None else []  # may be frozen, so not among them
         leaves = self.adapter.leaves.values()
         drops = [leaf.register_post_accumulate_grad_hook(_drop) for leaf in leaves]
         with Ledger(iter(known)) as ledger:
