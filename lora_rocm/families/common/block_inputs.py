@@ -187,6 +187,14 @@ class BlockInputs:
         self._forget()
 
     def _forget(self) -> None:
+        """Forget the pass before. If it was interrupted, what follows waits for its copies.
+
+        A captured pass cannot wait for work from before its capture, and need not: capturing waits for the device.
+        """
+        if self._stream is not None and torch.cuda.is_current_stream_capturing():
+            self._arrived = [None] * SLOTS
+            for moved in self._pass:
+                moved.left = None
         self._free(self._pass)
         for place, arrived in enumerate(self._arrived):
             self._wait(arrived)
