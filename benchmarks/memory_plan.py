@@ -39,17 +39,8 @@ from lora_rocm.memory.controller import MemoryManager, apply
 from lora_rocm.memory.footprint import count, measured_rates, meta_model
 from lora_rocm.memory.op_counter import Ledger
 from lora_rocm.optim.base import GatedOptimizer
-from lora_rocm.planning.step_plan import (
-    Footprint,
-    Mode,
-    Plan,
-    Rates,
-    StepRequirements,
-    choose,
-    correction,
-    plans_of,
-    resident_bytes,
-)
+from lora_rocm.planning.step_choice import choose, plans_of
+from lora_rocm.planning.step_plan import Footprint, Mode, Plan, Rates, StepRequirements, correction, resident_bytes
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.run_context import RunContext

@@ -1,12 +1,12 @@
-"""Time, memory and gradients of a recomputed training step, with each way to recompute it, in one process.
+"""Time, memory and gradients of a recomputed training step, with each method to recompute it, in one process.
 
 usage: python benchmarks/recomputed_step.py [--only flux,flux-int8,z-image,llama] [--toy] [--json FILE] [--steps N]
 
 Each family's model is made once, at full size with random weights and a LoRA of rank 16: FLUX.1 and Z-Image at
-1,024 px, batch 1; Llama 8B in nf4 with 2 samples of 2,048 tokens. Then each way is applied to it: a pass with
-deterministic kernels, whose gradients are compared with those of plain recomputation, then captured steps, which are
-timed. Plain recomputation is timed first and last, so that a drift of the GPU's clock shows. ``--toy`` rehearses on the
-CPU with the tiny models, without graphs.
+1,024 px, batch 1; Llama 8B in nf4 with 2 samples of 2,048 tokens. Then each method is applied to it. First comes a
+pass with deterministic kernels. Its gradients are compared with the gradients of plain recomputation. Then captured
+steps are timed. Plain recomputation is timed first and last, so that a drift of the GPU's clock shows. ``--toy``
+rehearses on the CPU with the tiny models, without graphs.
 
 Peaks are of tensors: ``eager`` of the deterministic pass, ``step`` of the captured steps, ``planned`` as
 ``lora-rocm plan`` estimates it. The model needs 24 GB (FLUX.1 in bf16), each way some seconds.
@@ -46,8 +46,7 @@ from lora_rocm.kernels.weight_format import use_implementation  # noqa: E402
 from lora_rocm.memory.controller import MemoryManager  # noqa: E402
 from lora_rocm.memory.footprint import count, measured_rates, meta_model  # noqa: E402
 from lora_rocm.optim.base import GatedOptimizer  # noqa: E402
-from lora_rocm.planning.step_choice import Choice, Mode  # noqa: E402
-from lora_rocm.planning.step_plan import Footprint, Rates, StepRequirements, planned  # noqa: E402
+from lora_rocm.planning.step_plan import Footprint, Mode, Rates, StepChoice, StepRequirements, planned  # noqa: E402
 from lora_rocm.recipe.kinds import recipe_from  # noqa: E402
 from lora_rocm.rundir.run_context import RunContext  # noqa: E402
 from lora_rocm.train.engine import Engine  # noqa: E402
@@ -68,7 +67,7 @@ TOY_IMAGE = (1, SampleShape.of(h=64, w=64))
 
 @dataclass(frozen=True)
 class Way:
-    """A way to recompute all blocks."""
+    """A method to recompute all blocks."""
 
     name: str
     mode: Mode = "recompute"
@@ -76,9 +75,9 @@ class Way:
     inputs: bool = False
     once: bool = False
 
-    def choice(self, num_blocks: int) -> Choice:
+    def choice(self, num_blocks: int) -> StepChoice:
         every = tuple(range(num_blocks))
-        return Choice(every, (), every if self.attention else (), self.inputs, self.once)
+        return StepChoice(every, (), every if self.attention else (), self.inputs, self.once)
 
 
 PLAIN = Way("plain")

@@ -27,8 +27,8 @@ from lora_rocm.hardware.memory_budget import (
     parts_text,
 )
 from lora_rocm.planning.format_errors import loss_text, weights_text, whole_text
-from lora_rocm.planning.step_choice import MODES, without_main_memory
-from lora_rocm.planning.step_plan import CONTEXT_BYTES, Footprint, Plan, Rates, SampleCost, choose, table
+from lora_rocm.planning.step_choice import choose, table
+from lora_rocm.planning.step_plan import CONTEXT_BYTES, MODES, Footprint, Plan, Rates, SampleCost, without_main_memory
 from lora_rocm.planning.step_requirements import ADAPTER, RecipeJob, does_not_fit, job_of, plan_text
 from lora_rocm.processes.jobs import Counted, CountedGpu, PlanJob, QuantisedEncoder
 from lora_rocm.processes.tool import ask

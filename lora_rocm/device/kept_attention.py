@@ -10,10 +10,9 @@ its operators, so all other operations of the block are as fast as before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,44 +28,47 @@ OPERATORS = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 }
 """torch's operators that compute attention without keeping all scores. Plain attention is none of them."""
+CALLS: tuple[Callable[..., object], ...] = (F.scaled_dot_product_attention,)
 KEEPABLE = ("auto", "sdpa-flash", "sdpa-ck", "sdpa-efficient", "sdpa-cudnn", "math-groups", "math-groups-float32")
-"""Settings of attention (``device.attention``) whose output can be kept."""
+"""Settings of attention (``device.attention``) that allow its output to be kept."""
 
 
 class AttentionStore:
     """The outputs of one block's attention calls, in order. Each is given back once."""
 
     def __init__(self) -> None:
-        self._kept: list[Any] = []
+        self._kept: list[object] = []
 
-    def keeping(self) -> AbstractContextManager[Any]:
+    def keeping(self) -> AbstractContextManager[object]:
         """Return the context of the forward pass, in which outputs are kept."""
         return _within(self, self._keep)
 
-    def giving(self) -> AbstractContextManager[Any]:
+    def giving(self) -> AbstractContextManager[object]:
         """Return the context of the recomputation, in which the kept outputs take the place of attention."""
         return _within(self, self._give)
 
-    def _keep(self, compute: Callable[[], Any]) -> Any:
+    def _keep(self, compute: Callable[[], object]) -> object:
         result = compute()
         self._kept.append(tree_map_only(Tensor, Tensor.detach, result))  # autograd marks the result itself
         return result
 
-    def _give(self, compute: Callable[[], Any]) -> Any:
+    def _give(self, compute: Callable[[], object]) -> object:
         return self._kept.pop(0)
 
 
-Attention = Callable[[Callable[[], Any]], Any]
+Keywords = dict[str, object] | None
+Attention = Callable[[Callable[[], object]], object]
 _current: ContextVar[Attention | None] = ContextVar("attention", default=None)
 
 
 def attention_output(compute: Callable[[], Tensor]) -> Tensor:
     """Return what ``compute`` returns, kept or given back if a context of ``AttentionStore`` is active.
 
-    It is for attention that is no operator of torch. Call it where gradients are not recorded.
+    It is for attention outside of torch's operators. Call it where gradients are not recorded.
     """
     through = _current.get()
-    result: Tensor = compute() if through is None else through(compute)
+    result = compute() if through is None else through(compute)
+    assert isinstance(result, Tensor)
     return result
 
 
@@ -87,8 +89,10 @@ class _Calls(TorchFunctionMode):
         super().__init__()
         self._through = through
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.scaled_dot_product_attention:
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: Sequence[object] = (), kwargs: Keywords = None
+    ) -> object:
+        if func not in CALLS:
             return func(*args, **(kwargs or {}))
         with _Operators(self._through):
             return func(*args, **(kwargs or {}))
@@ -96,10 +100,12 @@ class _Calls(TorchFunctionMode):
 
 class _Operators(TorchDispatchMode):
     def __init__(self, through: Attention) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._through = through
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Callable[..., object], types: object, args: Sequence[object] = (), kwargs: Keywords = None
+    ) -> object:
         if func not in OPERATORS:
             return func(*args, **(kwargs or {}))
         return self._through(lambda: func(*args, **(kwargs or {})))

@@ -180,7 +180,7 @@ def unpacked_once() -> Iterator[None]:
     """Return a context for the forward pass of a recomputed block, and for its recomputation.
 
     A dense weight that is made in the recomputation is kept until the layer's backward pass, which would otherwise make
-    it again. What the forward pass saves, recomputation discards.
+    it again. Weights saved in the forward pass are discarded by the recomputation.
     """
     token = _unpacks_once.set(True)
     try:

@@ -26,8 +26,8 @@ from lora_rocm.foundation.units import size_text
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.kernels.backend import Implementation
 from lora_rocm.memory.footprint import counted, measured_rates
-from lora_rocm.planning.step_choice import Choice, Mode
-from lora_rocm.planning.step_plan import Footprint, Plan, Rates, StepRequirements, choose, correction, planned, smallest
+from lora_rocm.planning.step_choice import choose, smallest
+from lora_rocm.planning.step_plan import Footprint, Mode, Plan, Rates, StepChoice, StepRequirements, correction, planned
 from lora_rocm.planning.step_requirements import does_not_fit, job_of, plan_text
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.run_context import NOBODY, RunContext
@@ -139,11 +139,11 @@ class MemoryManager:
             family.recompute_activations(model, self._recomputing(model, blocks, choice))
 
     def least_recomputing(self, family: ModelFamily, model: LoadedModel) -> Recomputing:
-        """Return the recomputation of all blocks that keeps least. What is in main memory stays there."""
+        """Return the recomputation of all blocks that keeps least. Weights and inputs in main memory stay there."""
         blocks = family.blocks(model)
-        return self._recomputing(model, blocks, Choice(tuple(range(len(blocks)))))
+        return self._recomputing(model, blocks, StepChoice(tuple(range(len(blocks)))))
 
-    def _recomputing(self, model: LoadedModel, blocks: list[nn.Module], choice: Choice) -> Recomputing:
+    def _recomputing(self, model: LoadedModel, blocks: list[nn.Module], choice: StepChoice) -> Recomputing:
         everything = len(choice.recomputed) == len(blocks)
         return Recomputing(
             model,
@@ -155,12 +155,12 @@ class MemoryManager:
             inputs=self.inputs,
         )
 
-    def _choice(self, num_blocks: int) -> Choice:
-        """What the plan recomputes. Without a plan, unpacked weights always stay for the backward pass of a block."""
+    def _choice(self, num_blocks: int) -> StepChoice:
+        """Return the plan's choice. Without a plan, unpacked weights always stay for the backward pass of a block."""
         if self.plan is not None:
             return self.plan.choice
         every = tuple(range(num_blocks))
-        return Choice(
+        return StepChoice(
             every if self.recomputes else (),
             every if self.asked == "offload" else (),
             every if self.asked == "attention" else (),

@@ -145,8 +145,8 @@ class _Watch:
         seen.inputs = [(weakref.ref(tensor.untyped_storage()), self.ledger.size_of(tensor)) for tensor in given]
         if torch.is_grad_enabled():
             values = [*args, *kwargs.values()]  # recomputed blocks are called by position
-            moving = [values[place] for place in movable(values, self._given if index else ())]
-            seen.input_bytes = sum(map(self.ledger.size_of, _by_storage(moving)))
+            moving = movable(values, self._given if index else ())
+            seen.input_bytes = sum(map(self.ledger.size_of, _by_storage(list(moving.values()))))
             self._given = tensors_in(values)
 
     def _leave(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
@@ -365,7 +365,7 @@ class _Recomputed:
         for handle in self._handles:
             handle.remove()
 
-    def _begin(self, seen: _Seen, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _begin(self, seen: _Seen, module: nn.Module, args: object, kwargs: object) -> None:
         if torch._C._current_graph_task_id() >= 0:  # in the backward pass
             self._end()
             self._now = seen, self._ledger.live_bytes
@@ -375,7 +375,7 @@ class _Recomputed:
                 tensor.register_hook(partial(self._reached, seen))
 
     def _reached(self, seen: _Seen, gradient: Tensor) -> None:
-        """End a block whose backward pass has computed the gradient of one of its inputs."""
+        """End a block's measurement when its backward pass has computed the gradient of an input."""
         if self._now is not None and self._now[0] is seen:
             self._end()
 

@@ -46,7 +46,7 @@ class Tally:
 
 
 def difference(one: SampleCost, other: SampleCost) -> SampleCost:
-    """Return the work of ``one`` without that of ``other``."""
+    """Return the work of ``one`` minus the work of ``other``."""
     return SampleCost(*(a - b for a, b in zip(astuple(one), astuple(other), strict=True)))
 
 

@@ -1,55 +1,98 @@
-"""What a step gives up for less memory: the choices of each mode, the fastest first, and the time that each costs."""
+"""The choices of each mode, the fastest first, and the choice of the fastest plan that fits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-if TYPE_CHECKING:
-    from lora_rocm.planning.step_plan import Footprint, Rates, SampleCost, StepRequirements
-
-Mode = Literal["keep", "selective", "attention", "recompute", "inputs", "offload"]
-MODES: tuple[Mode, ...] = get_args(Mode)
-OWN_MEMORY: tuple[Mode, ...] = ("inputs", "offload")
-"""Modes that use main memory, so they are useless where a GPU shares it."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What a step recomputes, and what is in main memory.
-
-    Attributes:
-        recomputed: recomputed blocks, as indices into ``Footprint.blocks``.
-        offloaded: blocks with weights in main memory. They are recomputed.
-        attention: recomputed blocks that keep the output of their attention.
-        offloads_inputs: whether the inputs of recomputed blocks are in main memory.
-        unpacks_once: whether packed weights of a block are unpacked once for its recomputation and backward pass.
-    """
-
-    recomputed: tuple[int, ...] = ()
-    offloaded: tuple[int, ...] = ()
-    attention: tuple[int, ...] = ()
-    offloads_inputs: bool = False
-    unpacks_once: bool = False
+from lora_rocm.planning.step_plan import (
+    Footprint,
+    Mode,
+    Plan,
+    Rates,
+    StepChoice,
+    StepRequirements,
+    planned,
+    seconds,
+)
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way to compute passes that does not depend on the blocks: captured as graphs, and what else a choice says."""
+class PassVariant:
+    """The settings of a choice that do not depend on the blocks, and whether passes are captured as graphs."""
 
     graphs: bool
     offloads_inputs: bool
     unpacks_once: bool
 
 
-def without_main_memory(modes: Sequence[Mode]) -> tuple[Mode, ...]:
-    """Return the modes that do not use main memory."""
-    return tuple(mode for mode in modes if mode not in OWN_MEMORY)
+def choose(budget_bytes: int | None, footprint: Footprint, job: StepRequirements, rates: Rates) -> Plan | None:
+    """Return the fastest plan within the budget, or None if no plan fits.
+
+    ``budget_bytes``: the available memory, or None for no limit.
+    """
+    limit = float("inf") if budget_bytes is None else budget_bytes
+    fitting = [
+        plan
+        for parts in parts_of(job)
+        for mode in job.modes
+        if (plan := fit(limit, mode, parts, footprint, job, rates)) is not None
+    ]
+    return min(fitting, key=lambda plan: (plan.step_s, plan.needed_bytes), default=None)
 
 
-def ways_of(mode: Mode, footprint: Footprint, job: StepRequirements) -> list[Way]:
-    """Return the ways in which a mode's choices can be computed.
+def smallest(footprint: Footprint, job: StepRequirements, rates: Rates) -> Plan:
+    """Return the plan that needs the least memory."""
+    plans = (
+        plan for parts in parts_of(job) for mode in job.modes for plan in plans_of(mode, parts, footprint, job, rates)
+    )
+    return min(plans, key=lambda plan: (plan.needed_bytes, plan.step_s))
+
+
+def table(budget_bytes: int | None, footprint: Footprint, job: StepRequirements, rates: Rates) -> list[Plan]:
+    """Return, for each number of parts and each mode, the fastest plan that fits, or else the smallest plan."""
+    limit = float("inf") if budget_bytes is None else budget_bytes
+    return [
+        fit(limit, mode, parts, footprint, job, rates)
+        or min(plans_of(mode, parts, footprint, job, rates), key=lambda plan: plan.needed_bytes)
+        for parts in parts_of(job)
+        for mode in job.modes
+    ]
+
+
+def parts_of(job: StepRequirements) -> list[int]:
+    """Return the numbers of parts to try: ``min_parts``, doubled up to the batch size."""
+    found = [job.min_parts]
+    while found[-1] < job.batch_size:
+        found.append(min(found[-1] * 2, job.batch_size))
+    return found
+
+
+def fit(limit: float, mode: Mode, parts: int, footprint: Footprint, job: StepRequirements, rates: Rates) -> Plan | None:
+    """Return the fastest plan of a mode that needs at most ``limit`` bytes, or None if none fits."""
+    found = []
+    for variant in variants_of(mode, footprint, job):
+        variants = _of_variant(mode, variant, parts, footprint, job, rates)
+        found.append(next((plan for plan in variants if plan.needed_bytes <= limit), None))
+    return min((plan for plan in found if plan is not None), key=lambda plan: plan.step_s, default=None)
+
+
+def plans_of(mode: Mode, parts: int, footprint: Footprint, job: StepRequirements, rates: Rates) -> Iterator[Plan]:
+    """Yield the plans of a mode by variant. Within a variant, each gives up more than the one before."""
+    for variant in variants_of(mode, footprint, job):
+        yield from _of_variant(mode, variant, parts, footprint, job, rates)
+
+
+def _of_variant(
+    mode: Mode, variant: PassVariant, parts: int, footprint: Footprint, job: StepRequirements, rates: Rates
+) -> Iterator[Plan]:
+    one = replace(job, graphs=variant.graphs)
+    for choice in choices_of(mode, footprint, job, rates, variant):
+        yield planned(mode, parts, choice, footprint, one, rates)
+
+
+def variants_of(mode: Mode, footprint: Footprint, job: StepRequirements) -> list[PassVariant]:
+    """Return the variants of a mode's choices.
 
     If no mode but a recipe's own is allowed, inputs are moved only if the recipe asks for it.
     """
@@ -60,29 +103,31 @@ def ways_of(mode: Mode, footprint: Footprint, job: StepRequirements) -> list[Way
         moves = (False,)
     once = (True, False) if job.unpacks_once and has_packed and mode != "keep" else (False,)
     captured = (True, False) if job.graphs else (False,)
-    return [Way(graphs, moving, unpacking) for graphs in captured for moving in moves for unpacking in once]
+    return [PassVariant(graphs, moving, unpacking) for graphs in captured for moving in moves for unpacking in once]
 
 
-def choices_of(mode: Mode, footprint: Footprint, job: StepRequirements, rates: Rates, way: Way) -> list[Choice]:
+def choices_of(
+    mode: Mode, footprint: Footprint, job: StepRequirements, rates: Rates, variant: PassVariant
+) -> list[StepChoice]:
     """Return the choices of a mode, the fastest first. Each gives up more than the one before."""
-    every, how = tuple(range(len(footprint.blocks))), (way.offloads_inputs, way.unpacks_once)
+    every, how = tuple(range(len(footprint.blocks))), (variant.offloads_inputs, variant.unpacks_once)
     attention = [index for index in every if job.keeps_attention and footprint.blocks[index].attention_bytes]
     if mode == "keep":
-        return [Choice()]
+        return [StepChoice()]
     if mode == "selective":
         return _selective(footprint, job, rates, how)
     if mode == "attention":
-        return [Choice(every, (), tuple(attention), *how)]
+        return [StepChoice(every, (), tuple(attention), *how)]
     if mode == "recompute":
-        return [Choice(every, (), (), *how)]
+        return [StepChoice(every, (), (), *how)]
     if mode == "inputs":
         order = sorted(attention, key=lambda index: -_worth_of_attention(footprint, index, rates))
-        return [Choice(every, (), tuple(sorted(order[count:])), *how) for count in range(len(order) + 1)]
+        return [StepChoice(every, (), tuple(sorted(order[count:])), *how) for count in range(len(order) + 1)]
     fewest = len(every) if job.all_offloaded else 1
-    return [Choice(every, tuple(spread(count, len(every))), (), *how) for count in range(fewest, len(every) + 1)]
+    return [StepChoice(every, tuple(spread(count, len(every))), (), *how) for count in range(fewest, len(every) + 1)]
 
 
-def _selective(footprint: Footprint, job: StepRequirements, rates: Rates, how: tuple[bool, bool]) -> list[Choice]:
+def _selective(footprint: Footprint, job: StepRequirements, rates: Rates, how: tuple[bool, bool]) -> list[StepChoice]:
     """Return choices that recompute more and more blocks, those first that free most bytes per second.
 
     A block first keeps the output of its attention. Where that is worth less than the rest of the block, the output is
@@ -108,8 +153,8 @@ def _selective(footprint: Footprint, job: StepRequirements, rates: Rates, how: t
             attention.add(index)
         else:
             attention.discard(index)
-        found.append(Choice(tuple(sorted(recomputed)), (), tuple(sorted(attention)), *how))
-    return found[:-1] if len(found) > 1 else found or [Choice((), (), (), *how)]
+        found.append(StepChoice(tuple(sorted(recomputed)), (), tuple(sorted(attention)), *how))
+    return found[:-1] if len(found) > 1 else found or [StepChoice((), (), (), *how)]
 
 
 def _worths(footprint: Footprint, rates: Rates) -> dict[int, float]:
@@ -140,41 +185,3 @@ def spread(count: int, total: int) -> list[int]:
     bits = max(1, (total - 1).bit_length())
     order = sorted(range(total), key=lambda index: int(f"{index:0{bits}b}"[::-1], 2))
     return sorted(order[:count])
-
-
-def step_seconds(parts: int, choice: Choice, footprint: Footprint, job: StepRequirements, rates: Rates) -> float:
-    """Return the estimated time of a step.
-
-    Matrix products and attention count by FLOPs, all other work by bytes moved, and each launch has a minimum time.
-    Copies overlap with the computation of the same pass, so only the longer of the two counts. Each offloaded block is
-    fetched twice, in the forward and in the backward pass. Inputs leave in the forward pass and come back in the
-    backward pass; their fingerprints are computed each time.
-    """
-    samples, blocks = job.batch_size, footprint.blocks
-    again = [blocks[index] for index in choice.recomputed]
-    kept = [blocks[index] for index in choice.attention]
-    # computation
-    total = seconds(footprint.work, samples, parts, rates)
-    total += sum(seconds(block.forward, samples, parts, rates) for block in again)
-    total -= sum(seconds(block.attention, samples, parts, rates) for block in kept)
-    if choice.unpacks_once:
-        total -= parts * sum(block.unpacking_bytes for block in again) / rates.moved_bytes
-    moved = samples * sum(block.input_bytes for block in again) if choice.offloads_inputs else 0
-    total += 2 * moved / rates.moved_bytes
-    if not job.graphs:  # else the host launches one graph per pass
-        launches = footprint.work.launches + sum(block.forward.launches for block in again)
-        launches -= sum(block.attention.launches for block in kept)
-        total = max(total, parts * launches * rates.host_launch_s)
-    # copies beside it
-    forward = min(total, sum(seconds(block.forward, samples, parts, rates) for block in blocks))
-    fetched = parts * sum(blocks[index].weight_bytes for index in choice.offloaded)
-    there = max(forward, fetched / rates.bus_bytes, moved / rates.back_bytes)
-    back = max(total - forward, (fetched + moved) / rates.bus_bytes)
-    return job.accumulation * (there + back)
-
-
-def seconds(work: SampleCost, samples: int, parts: int, rates: Rates) -> float:
-    """Return the time of a work per sample, for samples that are computed in parts."""
-    computing = work.flops / rates.flops + work.attention_flops / rates.attention_flops
-    computing += work.moved_bytes / rates.moved_bytes
-    return samples * computing + parts * work.launches * rates.launch_s

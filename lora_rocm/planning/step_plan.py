@@ -12,12 +12,14 @@ inputs may move in *selective* and *offload* too. Each micro-batch can also be s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
-from lora_rocm.planning.step_choice import MODES, Choice, Mode, Way, choices_of, step_seconds, ways_of
-
+Mode = Literal["keep", "selective", "attention", "recompute", "inputs", "offload"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+OWN_MEMORY: tuple[Mode, ...] = ("inputs", "offload")
+"""Modes that use main memory, so they are useless where a GPU shares it."""
 MIB = 2**20
 
 SLOTS = 2
@@ -268,6 +270,25 @@ class StepRequirements:
 
 
 @dataclass(frozen=True)
+class StepChoice:
+    """The recomputed blocks of a step, and the data in main memory.
+
+    Attributes:
+        recomputed: recomputed blocks, as indices into ``Footprint.blocks``.
+        offloaded: blocks with weights in main memory. They are recomputed.
+        attention: recomputed blocks that keep the output of their attention.
+        offloads_inputs: whether the inputs of recomputed blocks are in main memory.
+        unpacks_once: whether packed weights of a block are unpacked once for its recomputation and backward pass.
+    """
+
+    recomputed: tuple[int, ...] = ()
+    offloaded: tuple[int, ...] = ()
+    attention: tuple[int, ...] = ()
+    offloads_inputs: bool = False
+    unpacks_once: bool = False
+
+
+@dataclass(frozen=True)
 class Plan:
     """A plan for computing a step.
 
@@ -281,7 +302,7 @@ class Plan:
         step_s: estimated time of a step.
         graphs: whether passes are captured as graphs.
         keeps_gradients: whether the gradient buffer stays allocated during the passes of a step.
-        attention, offloads_inputs, unpacks_once: see ``Choice``.
+        attention, offloads_inputs, unpacks_once: see ``StepChoice``.
     """
 
     mode: Mode
@@ -299,81 +320,23 @@ class Plan:
     unpacks_once: bool = False
 
     @property
-    def choice(self) -> Choice:
-        """What the plan recomputes, and what is in main memory."""
-        return Choice(self.recomputed, self.offloaded, self.attention, self.offloads_inputs, self.unpacks_once)
+    def choice(self) -> StepChoice:
+        """The recomputed blocks, and the data in main memory."""
+        return StepChoice(self.recomputed, self.offloaded, self.attention, self.offloads_inputs, self.unpacks_once)
 
     def same(self, other: Plan) -> bool:
         """Whether the plans differ in nothing but their estimates."""
         return (self.parts, self.choice, self.graphs) == (other.parts, other.choice, other.graphs)
 
 
-def choose(budget_bytes: int | None, footprint: Footprint, job: StepRequirements, rates: Rates) -> Plan | None:
-    """Return the fastest plan within the budget, or None if no plan fits.
-
-    ``budget_bytes``: the available memory, or None for no limit.
-    """
-    limit = float("inf") if budget_bytes is None else budget_bytes
-    fitting = [
-        plan
-        for parts in parts_of(job)
-        for mode in job.modes
-        if (plan := fit(limit, mode, parts, footprint, job, rates)) is not None
-    ]
-    return min(fitting, key=lambda plan: (plan.step_s, plan.needed_bytes), default=None)
+def without_main_memory(modes: Sequence[Mode]) -> tuple[Mode, ...]:
+    """Return the modes that do not use main memory."""
+    return tuple(mode for mode in modes if mode not in OWN_MEMORY)
 
 
-def smallest(footprint: Footprint, job: StepRequirements, rates: Rates) -> Plan:
-    """Return the plan that needs the least memory."""
-    plans = (
-        plan for parts in parts_of(job) for mode in job.modes for plan in plans_of(mode, parts, footprint, job, rates)
-    )
-    return min(plans, key=lambda plan: (plan.needed_bytes, plan.step_s))
-
-
-def table(budget_bytes: int | None, footprint: Footprint, job: StepRequirements, rates: Rates) -> list[Plan]:
-    """Return, for each number of parts and each mode, the fastest plan that fits, or else the smallest plan."""
-    limit = float("inf") if budget_bytes is None else budget_bytes
-    return [
-        fit(limit, mode, parts, footprint, job, rates)
-        or min(plans_of(mode, parts, footprint, job, rates), key=lambda plan: plan.needed_bytes)
-        for parts in parts_of(job)
-        for mode in job.modes
-    ]
-
-
-def parts_of(job: StepRequirements) -> list[int]:
-    """Return the numbers of parts to try: ``min_parts``, doubled up to the batch size."""
-    found = [job.min_parts]
-    while found[-1] < job.batch_size:
-        found.append(min(found[-1] * 2, job.batch_size))
-    return found
-
-
-def fit(limit: float, mode: Mode, parts: int, footprint: Footprint, job: StepRequirements, rates: Rates) -> Plan | None:
-    """Return the fastest plan of a mode that needs at most ``limit`` bytes, or None if none fits."""
-    found = []
-    for way in ways_of(mode, footprint, job):
-        variants = _of_way(mode, way, parts, footprint, job, rates)
-        found.append(next((plan for plan in variants if plan.needed_bytes <= limit), None))
-    return min((plan for plan in found if plan is not None), key=lambda plan: plan.step_s, default=None)
-
-
-def plans_of(mode: Mode, parts: int, footprint: Footprint, job: StepRequirements, rates: Rates) -> Iterator[Plan]:
-    """Yield the plans of a mode, for one way after the other. Each of a way gives up more than the one before."""
-    for way in ways_of(mode, footprint, job):
-        yield from _of_way(mode, way, parts, footprint, job, rates)
-
-
-def _of_way(
-    mode: Mode, way: Way, parts: int, footprint: Footprint, job: StepRequirements, rates: Rates
-) -> Iterator[Plan]:
-    one = replace(job, graphs=way.graphs)
-    for choice in choices_of(mode, footprint, job, rates, way):
-        yield planned(mode, parts, choice, footprint, one, rates)
-
-
-def planned(mode: Mode, parts: int, choice: Choice, footprint: Footprint, job: StepRequirements, rates: Rates) -> Plan:
+def planned(
+    mode: Mode, parts: int, choice: StepChoice, footprint: Footprint, job: StepRequirements, rates: Rates
+) -> Plan:
     """Return the plan with these settings, with its estimated memory and time."""
     rows = -(-job.batch_size // parts)
     counted = activation_bytes(footprint, choice.recomputed, choice.offloaded, choice.attention, choice.offloads_inputs)
@@ -420,7 +383,7 @@ def resident_bytes(footprint: Footprint, offloaded: Sequence[int]) -> int:
     return weights + footprint.adapter_bytes + WORKSPACE_BYTES
 
 
-def unpacked_bytes(footprint: Footprint, choice: Choice) -> int:
+def unpacked_bytes(footprint: Footprint, choice: StepChoice) -> int:
     """Return the memory of the dense weights that wait for a block's backward pass, which do not depend on samples."""
     if not choice.unpacks_once:
         return 0
@@ -438,7 +401,7 @@ def activation_bytes(
 
     A recomputed block's kept bytes are in memory only from its own backward pass on. Its recomputation then adds the
     memory of its forward pass. Blocks of ``attention`` keep their attention's output, which recomputation uses. With
-    ``offloads_inputs`` a recomputed block's inputs are not in memory either, but for those on their way and the slots
+    ``offloads_inputs`` a recomputed block's inputs are not in memory either, except for inputs in transit and the slots
     to which they come back.
     """
     chosen, keeping = set(recomputed), set(attention)
@@ -467,7 +430,7 @@ def activation_bytes(
     return on_the_way + max(levels, default=0)
 
 
-def _passing_bytes(footprint: Footprint, choice: Choice) -> float:
+def _passing_bytes(footprint: Footprint, choice: StepChoice) -> float:
     """Return one sample's activations in a fully recomputed pass, times the share of recomputed blocks.
 
     Several blocks are recomputed together only if all blocks are recomputed, and nothing else is chosen.
@@ -477,6 +440,44 @@ def _passing_bytes(footprint: Footprint, choice: Choice) -> float:
     if any(rest) or len(choice.recomputed) < len(every):
         footprint = replace(footprint, recomputed_bytes=None)
     return activation_bytes(footprint, every, (), (), choice.offloads_inputs) * len(choice.recomputed) / len(every)
+
+
+def step_seconds(parts: int, choice: StepChoice, footprint: Footprint, job: StepRequirements, rates: Rates) -> float:
+    """Return the estimated time of a step.
+
+    Matrix products and attention count by FLOPs, all other work by bytes moved, and each launch has a minimum time.
+    Copies overlap with the computation of the same pass, so only the longer of the two counts. Each offloaded block is
+    fetched twice, in the forward and in the backward pass. Inputs leave in the forward pass and come back in the
+    backward pass; their fingerprints are computed each time.
+    """
+    samples, blocks = job.batch_size, footprint.blocks
+    again = [blocks[index] for index in choice.recomputed]
+    kept = [blocks[index] for index in choice.attention]
+    # computation
+    total = seconds(footprint.work, samples, parts, rates)
+    total += sum(seconds(block.forward, samples, parts, rates) for block in again)
+    total -= sum(seconds(block.attention, samples, parts, rates) for block in kept)
+    if choice.unpacks_once:
+        total -= parts * sum(block.unpacking_bytes for block in again) / rates.moved_bytes
+    moved = samples * sum(block.input_bytes for block in again) if choice.offloads_inputs else 0
+    total += 2 * moved / rates.moved_bytes
+    if not job.graphs:  # else the host launches one graph per pass
+        launches = footprint.work.launches + sum(block.forward.launches for block in again)
+        launches -= sum(block.attention.launches for block in kept)
+        total = max(total, parts * launches * rates.host_launch_s)
+    # copies at the same time
+    forward = min(total, sum(seconds(block.forward, samples, parts, rates) for block in blocks))
+    fetched = parts * sum(blocks[index].weight_bytes for index in choice.offloaded)
+    there = max(forward, fetched / rates.bus_bytes, moved / rates.back_bytes)
+    back = max(total - forward, (fetched + moved) / rates.bus_bytes)
+    return job.accumulation * (there + back)
+
+
+def seconds(work: SampleCost, samples: int, parts: int, rates: Rates) -> float:
+    """Return the time of a work per sample, for samples that are computed in parts."""
+    computing = work.flops / rates.flops + work.attention_flops / rates.attention_flops
+    computing += work.moved_bytes / rates.moved_bytes
+    return samples * computing + parts * work.launches * rates.launch_s
 
 
 def _scaled(work: SampleCost, share: float) -> SampleCost:

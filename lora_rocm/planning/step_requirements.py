@@ -8,15 +8,16 @@ from dataclasses import dataclass, replace
 from lora_rocm.errors import UserError
 from lora_rocm.foundation.units import count_text, size_text
 from lora_rocm.hardware.settings import Settings
-from lora_rocm.planning.step_choice import MODES, Mode, without_main_memory
+from lora_rocm.planning.step_choice import choose, smallest
 from lora_rocm.planning.step_plan import (
+    MODES,
     Footprint,
+    Mode,
     Plan,
     Rates,
     SmallerAdapter,
     StepRequirements,
-    choose,
-    smallest,
+    without_main_memory,
 )
 from lora_rocm.recipe.schema import Recipe
 
@@ -25,7 +26,7 @@ RECOMPUTED: tuple[Mode, ...] = ("attention", "recompute", "inputs", "offload")
 LEAST: tuple[Mode, ...] = ("recompute", "inputs", "offload")
 """Modes that recompute all of all blocks. Only these are left once memory has run out."""
 UNKEPT_ATTENTION = ("math", "flash", "aiter")
-"""Settings of attention whose output is always recomputed. Plain attention's backward pass needs all scores."""
+"""Settings of attention with an output that is always recomputed. Plain attention's backward pass needs all scores."""
 COMPILES = ("regional", "full")  # of runtime.compile: compiled code cannot follow weights that move
 ADAPTER = ("adapter_bytes", "gradient_bytes", "landing_bytes")  # the adapter's part of a footprint
 SMALLEST_RESOLUTION = 256
@@ -87,7 +88,7 @@ def job_of(
 
 
 def _allowed(modes: tuple[Mode, ...], at_least: tuple[Mode, ...]) -> tuple[Mode, ...]:
-    """Return those of the modes that recompute enough, or else the one that recomputes all."""
+    """Return the modes that recompute enough, or else the mode that recomputes all."""
     return tuple(mode for mode in modes if mode in at_least) or ("recompute",)
 
 

@@ -15,8 +15,9 @@ from lora_rocm.commands.output import Output, OutputMode
 from lora_rocm.commands.plan import AvailableMemory, card_bytes
 from lora_rocm.errors import RecipeError, UserError
 from lora_rocm.hardware.settings import Settings
-from lora_rocm.planning.step_choice import MODES
+from lora_rocm.planning.step_choice import choose
 from lora_rocm.planning.step_plan import (
+    MODES,
     Block,
     Footprint,
     MemoryPeak,
@@ -25,7 +26,6 @@ from lora_rocm.planning.step_plan import (
     SampleCost,
     SmallerAdapter,
     StepRequirements,
-    choose,
 )
 from lora_rocm.planning.step_requirements import does_not_fit, job_of
 from lora_rocm.recipe.kinds import recipe_from

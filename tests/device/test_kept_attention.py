@@ -1,4 +1,4 @@
-"""Attention's output is kept over the recomputation of a block: computed once, with the same gradients to the bit."""
+"""Attention's output is kept over the recomputation of a block: computed once, with the same gradients bit for bit."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_attention_is_computed_once_and_no_bit_changes(blocks: nn.ModuleList) ->
 
 
 def test_an_output_that_changed_while_it_was_kept_shows(blocks: nn.ModuleList, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: the kept tensors are what the backward pass reads."""
+    """The control: the backward pass reads the kept tensors."""
     model = LoadedModel({"net": blocks}, torch.float32, CPU)
     wanted, _ = gradients(blocks, Recomputing(model, keeping_attention=blocks))
     give = kept_attention.AttentionStore._give

@@ -25,6 +25,7 @@ from lora_rocm.memory import controller as memory_module
 from lora_rocm.memory.controller import MemoryManager, apply, choose_from, decide, rates_here
 from lora_rocm.memory.footprint import count
 from lora_rocm.planning import step_plan
+from lora_rocm.planning.step_choice import choose, parts_of, plans_of
 from lora_rocm.planning.step_plan import (
     Footprint,
     Mode,
@@ -32,9 +33,6 @@ from lora_rocm.planning.step_plan import (
     Rates,
     StepRequirements,
     activation_bytes,
-    choose,
-    parts_of,
-    plans_of,
     resident_bytes,
 )
 from lora_rocm.recipe.kinds import recipe_from

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_rocm.planning.step_choice import MODES, Choice, by_worth, spread, step_seconds, without_main_memory
+from lora_rocm.planning.step_choice import by_worth, choose, parts_of, plans_of, smallest, spread, table
 from lora_rocm.planning.step_plan import (
     GRAPH_BYTES,
     IN_FLIGHT,
+    MODES,
     PROOF_BUFFERS,
     SLACK_BYTES,
     SLACK_RECOMPUTED,
@@ -26,16 +27,14 @@ from lora_rocm.planning.step_plan import (
     Plan,
     Rates,
     SampleCost,
+    StepChoice,
     StepRequirements,
     activation_bytes,
-    choose,
     correction,
-    parts_of,
-    plans_of,
     resident_bytes,
-    smallest,
-    table,
+    step_seconds,
     unpacked_bytes,
+    without_main_memory,
 )
 
 MIB = 2**20
@@ -133,25 +132,25 @@ def test_kept_attention_and_moved_inputs_by_hand() -> None:
     assert activation_bytes(net, every, (), (), True) == plain - MIB + (SLOTS + IN_FLIGHT - 1) * MIB
     assert activation_bytes(net, (), (), (), True) == activation_bytes(net, ()), "only those of recomputed blocks move"
     packed = with_more(net, dense_bytes=[MIB, 7 * MIB, 2 * MIB])
-    assert unpacked_bytes(packed, Choice(every, unpacks_once=True)) == 7 * MIB
-    assert unpacked_bytes(packed, Choice((0, 2), unpacks_once=True)) == 2 * MIB
-    assert unpacked_bytes(packed, Choice(every)) == 0
+    assert unpacked_bytes(packed, StepChoice(every, unpacks_once=True)) == 7 * MIB
+    assert unpacked_bytes(packed, StepChoice((0, 2), unpacks_once=True)) == 2 * MIB
+    assert unpacked_bytes(packed, StepChoice(every)) == 0
 
 
 def test_the_time_of_what_is_given_up_by_hand() -> None:
     net = with_more(row_of_blocks([MIB, MIB], flops=[1e9, 2e9]), attention_bytes=[1, 1], input_bytes=[MIB, MIB])
     job, every = StepRequirements(graphs=True), (0, 1)
 
-    def taken(choice: Choice, rates: Rates = RATES) -> float:
+    def taken(choice: StepChoice, rates: Rates = RATES) -> float:
         return step_seconds(1, choice, net, job, rates)
 
-    again = taken(Choice(every))
-    assert again - taken(Choice(every, attention=every)) == pytest.approx(0.3e9 / 1e12)
-    assert taken(Choice(every, offloads_inputs=True)) - again == pytest.approx(2 * 2 * MIB / RATES.moved_bytes)
+    again = taken(StepChoice(every))
+    assert again - taken(StepChoice(every, attention=every)) == pytest.approx(0.3e9 / 1e12)
+    assert taken(StepChoice(every, offloads_inputs=True)) - again == pytest.approx(2 * 2 * MIB / RATES.moved_bytes)
     slow = replace(RATES, bus_bytes=1e6, back_bytes=2e6)  # each direction takes longer than its pass
-    assert taken(Choice(every, offloads_inputs=True), slow) == pytest.approx(2 * MIB / 1e6 + 2 * MIB / 2e6)
+    assert taken(StepChoice(every, offloads_inputs=True), slow) == pytest.approx(2 * MIB / 1e6 + 2 * MIB / 2e6)
     packed = replace(net, blocks=tuple(replace(block, dense_bytes=4, unpacking_bytes=10**6) for block in net.blocks))
-    once, twice = (step_seconds(1, Choice(every, unpacks_once=way), packed, job, RATES) for way in (True, False))
+    once, twice = (step_seconds(1, StepChoice(every, unpacks_once=way), packed, job, RATES) for way in (True, False))
     assert twice - once == pytest.approx(2 * 10**6 / RATES.moved_bytes)
 
 

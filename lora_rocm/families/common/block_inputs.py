@@ -2,7 +2,7 @@
 
 A recomputed block keeps nothing but its input. With long samples and many blocks, these inputs take most of the
 memory that activations still need. Here each is copied to pinned memory on a separate stream while the next blocks
-compute. At most IN_FLIGHT of them are on the device at once. In the backward pass each is copied back one block ahead,
+compute. At most IN_FLIGHT inputs are on the device at once. In the backward pass each is copied back one block ahead,
 into one of SLOTS places that are reused.
 
 An input is freed only after the stream of computation has waited for its copy, and a place is overwritten only after
@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ MOST_TENSORS = 4
 Copy = Callable[[Tensor, Tensor], None]
 
 
-class _View(NamedTuple):
+class _MovedView(NamedTuple):
     """A tensor argument, which is a view of a moved tensor. place: its position in the arguments."""
 
     place: int
@@ -66,7 +66,7 @@ class _Moved:
 
     index: int
     wholes: list[_Whole] = field(default_factory=list)
-    views: list[_View] = field(default_factory=list)
+    views: list[_MovedView] = field(default_factory=list)
     num_bytes: int = 0
     live: list[Tensor] | None = None  # the arguments themselves, while they are on the device
     left: torch.cuda.Event | None = None  # after the copy to main memory
@@ -77,20 +77,21 @@ def copy_bytes(place: Tensor, source: Tensor) -> None:
     place.copy_(source, non_blocking=True)
 
 
-def movable(args: Sequence[Any], before: Sequence[weakref.ref[Tensor]] = ()) -> list[int]:
-    """Return the positions of a block's arguments that only its recomputation needs: outputs of other blocks.
+def movable(args: Sequence[object], before: Sequence[weakref.ref[Tensor]] = ()) -> dict[int, Tensor]:
+    """Return a block's arguments, by position, that only its recomputation needs: outputs of other blocks.
 
     ``before``: tensors that the previous block was given. A tensor that all blocks are given stays anyway.
     """
     known = {id(tensor) for ref in before if (tensor := ref()) is not None}
-    return [
-        place
+    found = [
+        (place, each)
         for place, each in enumerate(args)
         if isinstance(each, Tensor) and each.grad_fn is not None and id(each) not in known and _is_plain(each)
-    ][:MOST_TENSORS]
+    ]
+    return dict(found[:MOST_TENSORS])
 
 
-def tensors_in(args: Sequence[Any]) -> list[weakref.ref[Tensor]]:
+def tensors_in(args: Sequence[object]) -> list[weakref.ref[Tensor]]:
     """Return references to the tensors among a block's arguments, for ``movable`` of the next block."""
     return [weakref.ref(each) for each in args if isinstance(each, Tensor)]
 
@@ -131,7 +132,8 @@ class BlockInputs:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.marker = torch.zeros((), device=device)
         self.moved_bytes = 0
-        # Memory, taken at the first pass. Captured graphs may use the addresses of what was replaced by larger memory.
+        # Memory, taken at the first pass. Captured graphs may still use memory that was replaced by
+        # larger memory.
         self._hosts: dict[int, Tensor] = {}
         self._places = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
         self._replaced: list[Tensor] = []
@@ -155,7 +157,7 @@ class BlockInputs:
         """Device memory for the inputs that are copied back, in bytes."""
         return sum(place.nbytes for place in self._places)
 
-    def taken(self, block: nn.Module, args: Sequence[Any]) -> Callable[[], list[Any]] | None:
+    def taken(self, block: nn.Module, args: Sequence[object]) -> Callable[[], list[object]] | None:
         """Start moving the inputs of a block, which are among its arguments.
 
         Returns:
@@ -167,15 +169,15 @@ class BlockInputs:
             return None
         if self._back or (self._pass and index <= self._pass[-1].index):
             self._forget()  # a pass must not depend on the one before, which may be captured or interrupted
-        places = movable(args, self._before)
+        chosen = movable(args, self._before)
         self._before = tensors_in(args)
-        if not places:
+        if not chosen:
             return None
-        moved = self._send(index, args, places)
-        rest = [None if place in places else each for place, each in enumerate(args)]
-        first: list[Any] = list(args)
+        moved = self._send(index, chosen)
+        rest = [None if place in chosen else each for place, each in enumerate(args)]
+        first: list[object] = list(args)
 
-        def given() -> list[Any]:
+        def given() -> list[object]:
             now = list(first) or self._restored(moved, rest)
             first.clear()
             return now
@@ -202,7 +204,7 @@ class BlockInputs:
         self._pass, self._before, self._back = [], [], False
 
     def _free(self, several: Sequence[_Moved]) -> None:
-        """Free inputs that are still on the device; what follows on the device waits for their copies."""
+        """Free inputs that are still on the device. Later work on the device waits for their copies."""
         for moved in several:
             if moved.live is not None:
                 self._wait(moved.left)
@@ -213,7 +215,7 @@ class BlockInputs:
             torch.cuda.current_stream(self._transfer.device).wait_event(event)
 
     @contextmanager
-    def _beside(self) -> Iterator[None]:
+    def _on_own_stream(self) -> Iterator[None]:
         """Return a context in which work is queued on the separate stream, to run after all work queued so far."""
         if self._stream is None:
             yield
@@ -230,15 +232,15 @@ class BlockInputs:
         event.record(self._stream)
         return event
 
-    def _send(self, index: int, args: Sequence[Any], places: Sequence[int]) -> _Moved:
-        """Queue the copy of a block's inputs to main memory, and free inputs whose copies should be done."""
-        moved, wholes = _described(index, args, places)
+    def _send(self, index: int, chosen: dict[int, Tensor]) -> _Moved:
+        """Queue the copy of a block's inputs to main memory, and free inputs that should be copied by now."""
+        moved, wholes = _described(index, chosen)
         self._free(self._pass[: max(0, len(self._pass) - IN_FLIGHT + 1)])
         self._pass.append(moved)
-        moved.live = [args[place] for place in places]
+        moved.live = list(chosen.values())
         host = self._host(moved)
         if host is not None:
-            with self._beside():
+            with self._on_own_stream():
                 for whole, layout in zip(wholes, moved.wholes, strict=True):
                     self._copy(_piece(host, layout), _flat(whole).view(torch.uint8))
                 self._add_fingerprints(wholes, self._sent_NK[index])
@@ -246,8 +248,8 @@ class BlockInputs:
         self.moved_bytes += moved.num_bytes
         return moved
 
-    def _restored(self, moved: _Moved, rest: Sequence[Any]) -> list[Any]:
-        """Return the arguments of a block that is recomputed, and start to copy back those of the block before it."""
+    def _restored(self, moved: _Moved, rest: Sequence[object]) -> list[object]:
+        """Return the arguments of a block that is recomputed, and start to copy back the previous block's inputs."""
         self._back = True
         position = self._pass.index(moved)
         self._free(self._pass[position + 1 :])
@@ -289,7 +291,7 @@ class BlockInputs:
             self._places[place] = self._places[place].new_empty(moved.num_bytes)
         host = self._hosts.get(moved.index)
         if host is not None:
-            with self._beside():
+            with self._on_own_stream():
                 target = self._places[place][: moved.num_bytes]
                 self._copy(target, host[: moved.num_bytes])
                 pieces = [_piece(target, layout) for layout in moved.wholes]
@@ -313,14 +315,13 @@ class BlockInputs:
         add_fingerprints(words, sums_K[: len(words)], self._implementation)
 
 
-def _described(index: int, args: Sequence[Any], places: Sequence[int]) -> tuple[_Moved, list[Tensor]]:
+def _described(index: int, chosen: dict[int, Tensor]) -> tuple[_Moved, list[Tensor]]:
     """Return the layout of a block's inputs, and the tensors to move. Views that fill one tensor move as this one."""
     moved, wholes = _Moved(index), dict[int, Tensor]()
     covered = Counter[int]()
-    for place in places:
-        covered[id(args[place]._base)] += args[place].numel()
-    for place in places:
-        tensor: Tensor = args[place]
+    for tensor in chosen.values():
+        covered[id(tensor._base)] += tensor.numel()
+    for place, tensor in chosen.items():
         whole = tensor._base
         if whole is None or not _is_plain(whole) or covered[id(whole)] != whole.numel():
             whole = tensor
@@ -330,7 +331,7 @@ def _described(index: int, args: Sequence[Any], places: Sequence[int]) -> tuple[
             moved.wholes.append(layout)
             wholes[id(whole)] = whole
         offset = int(tensor.storage_offset() - whole.storage_offset())
-        moved.views.append(_View(place, list(wholes).index(id(whole)), tensor.shape, tensor.stride(), offset))
+        moved.views.append(_MovedView(place, list(wholes).index(id(whole)), tensor.shape, tensor.stride(), offset))
     return moved, [whole.detach() for whole in wholes.values()]
 
 

@@ -34,7 +34,7 @@ class Recomputing:
         together: whether neighbouring blocks may be recomputed as one segment, which keeps only its input. All weights
             of a segment have to be on the device at the same time.
         again: returns a context in which blocks are recomputed.
-        keeping_attention: blocks whose attention is not recomputed, because its output is kept.
+        keeping_attention: blocks that keep the output of their attention, so that it is not recomputed.
         unpacks_once: whether a packed weight is unpacked once for recomputation and backward pass. The dense weights of
             a block are then in memory together.
         inputs: keeps the inputs of recomputed blocks in main memory; None if they stay on the device.
@@ -48,7 +48,7 @@ class Recomputing:
         model: LoadedModel,
         chosen: Collection[nn.Module] | None = None,
         together: bool = False,
-        again: Callable[[], AbstractContextManager[Any]] | None = None,
+        again: Callable[[], AbstractContextManager[object]] | None = None,
         keeping_attention: Collection[nn.Module] = (),
         unpacks_once: bool = False,
         inputs: BlockInputs | None = None,
@@ -73,7 +73,7 @@ class Recomputing:
         given = None if inputs is None else inputs.taken(block, args)
         if inputs is None or given is None:
             return self._run(keeps_attention, block, *args, **kwargs)
-        # The arguments are not given to the checkpoint, which would keep them; the marker tells it the device.
+        # The arguments are not given to the checkpoint, which would keep them; the marker shows it the device.
         return self._run(keeps_attention, lambda marker: block(*given(), **kwargs), inputs.marker)
 
     def chain(self, length: int, blocks: Sequence[nn.Module], x: Tensor, *args: Any) -> Tensor:
@@ -113,15 +113,15 @@ class Recomputing:
         """Return the output of a function, which is recomputed as a whole in the backward pass."""
         return self._run(False, run, *args, **kwargs)
 
-    def _run(self, keeps_attention: bool, run: Run, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, keeps_attention: bool, run: Run, *args: object, **kwargs: object) -> Any:
         how = dict(self._how)
         if keeps_attention or self._unpacks_once or self._again is not None:  # else compiled code runs it, too
             how["context_fn"] = partial(self._contexts, keeps_attention)
         return checkpoint(partial(run, **kwargs) if kwargs else run, *args, **how)
 
-    def _contexts(self, keeps_attention: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    def _contexts(self, keeps_attention: bool) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
         """Return the contexts of a forward pass and of its recomputation."""
-        forward: list[AbstractContextManager[Any]] = []
+        forward: list[AbstractContextManager[object]] = []
         again = [] if self._again is None else [self._again()]
         if keeps_attention:
             store = AttentionStore()
@@ -137,7 +137,7 @@ class Recomputing:
 
 
 @contextmanager
-def _nested(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+def _nested(contexts: Sequence[AbstractContextManager[object]]) -> Iterator[None]:
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)

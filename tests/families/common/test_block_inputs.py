@@ -1,4 +1,4 @@
-"""Inputs of recomputed blocks in main memory: the same gradients to the bit, few on the device, each checked."""
+"""Inputs of recomputed blocks in main memory: the same gradients bit for bit, few on the device, each checked."""
 
 from __future__ import annotations
 
@@ -172,10 +172,10 @@ def test_what_all_blocks_are_given_stays(device: torch.device) -> None:
     net = Net(device)
     given = [net.first(net.x), net.shared(net.x[:1])]
     refs = [weakref.ref(each) for each in given]
-    assert movable(given) == [0, 1]
-    assert movable(given, refs) == []
-    assert movable([net.x, None, given[0]], refs[1:]) == [2], "an input of the model is no output of a block"
-    assert movable([given[0].t()[:3], given[0].expand(2, -1, -1)]) == [], "what has gaps, or overlaps, stays"
+    assert list(movable(given)) == [0, 1]
+    assert not movable(given, refs)
+    assert list(movable([net.x, None, given[0]], refs[1:])) == [2], "an input of the model is no output of a block"
+    assert not movable([given[0].t()[:3], given[0].expand(2, -1, -1)]), "what has gaps, or overlaps, stays"
 
 
 @pytest.mark.gpu
