@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lora_rocm.kernels.backend import Implementation
+from lora_rocm.kernels.backend import Implementation, note_shared
 
 
 class WeightFormat(Protocol):
@@ -139,7 +139,7 @@ class PackedLinear(nn.Linear):
         ``implementation``: overrides the layer's own if it is not None.
         """
         if out_OI is None:
-            out_OI = self.weight.new_empty(dense_shape(self), dtype=dtype)
+            out_OI = note_shared(self.weight.new_empty(dense_shape(self), dtype=dtype))
         self.weight_format.unpack(self, implementation or self.implementation, out_OI)
         return out_OI
 
@@ -195,7 +195,7 @@ def joined_weights(layers: Sequence[PackedLinear], dtype: torch.dtype) -> Tensor
     The layers must have the same number of inputs.
     """
     rows = [layer.out_features for layer in layers]
-    weight_OI = layers[0].weight.new_empty(sum(rows), layers[0].in_features, dtype=dtype)
+    weight_OI = note_shared(layers[0].weight.new_empty(sum(rows), layers[0].in_features, dtype=dtype))
     for layer, part_OI in zip(layers, weight_OI.split(rows), strict=True):
         layer.dense(dtype, out_OI=part_OI)
     return weight_OI

@@ -49,7 +49,7 @@ from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.foundation.files import write_json
 from lora_rocm.hardware.settings import Settings
-from lora_rocm.kernels.backend import available, implementation_for, kernels_seen
+from lora_rocm.kernels.backend import available, implementation_for, kernels_seen, shared_noted
 from lora_rocm.kernels.weight_format import PackedLinear, dense_shape, pack, use_implementation
 from lora_rocm.memory.op_counter import Ledger, Tally, difference, fused_attention
 from lora_rocm.optim.base import AVERAGE_ITEMSIZE
@@ -60,7 +60,7 @@ from lora_rocm.recipe.optim_sections import OptimSection
 from lora_rocm.recipe.schema import Recipe
 
 META = torch.device("meta")
-LAYOUT = 2  # increase it if footprints get other numbers
+LAYOUT = 3  # increase it if footprints get other numbers
 KEPT = 20  # footprints in the cache file
 SIDE, COPIED_BYTES = 4096, 256 * 2**20  # sizes of the rate measurement
 HEADS, TOKENS, HEAD_WIDTH = 16, 2048, 128  # of the measured attention
@@ -76,6 +76,8 @@ class _Seen:
     kept_bytes: int = 0
     rise_bytes: int = 0
     passing_bytes: int = 0
+    passing_shared_bytes: int = 0
+    rise_shared_bytes: int = 0
     entry_bytes: int = 0
     inputs: list[tuple[weakref.ref[Any], int]] = field(default_factory=list)  # (storage, its bytes)
     begun: SampleCost = field(default_factory=SampleCost)
@@ -85,6 +87,7 @@ class _Seen:
     attention_bytes: int = 0
     input_bytes: int = 0
     again_bytes: int = 0
+    again_shared_bytes: int = 0
 
 
 class _Watch:
@@ -107,7 +110,8 @@ class _Watch:
 
     def note(self, within: bool = False) -> None:
         """Append the memory peak since the last mark to ``moments``."""
-        self.moments.append(MemoryPeak(self._before, self.ledger.mark(), within))
+        shared_bytes = self.ledger.shared_peak_bytes
+        self.moments.append(MemoryPeak(self._before, self.ledger.mark(), within, shared_bytes))
 
     def begin(self) -> None:
         """Reset the counters and discard everything recorded so far, which was the warm-up."""
@@ -133,6 +137,7 @@ class _Watch:
         """
         if self._inside is not None:
             self._inside.rise_bytes = self.ledger.peak_bytes - self._inside.start_bytes
+            self._inside.rise_shared_bytes = self.ledger.shared_peak_bytes
         return tensor.detach()  # without the graph, which would keep activations alive
 
     def _enter(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -154,6 +159,7 @@ class _Watch:
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if not torch.is_grad_enabled():
             seen.passing_bytes = self.ledger.peak_bytes - seen.start_bytes
+            seen.passing_shared_bytes = self.ledger.shared_peak_bytes
             return
         seen.kept_bytes = live - seen.start_bytes - sum(map(self.ledger.size_of, _by_storage(output)))
         seen.forward = self.ledger.tally.minus(seen.begun)
@@ -274,7 +280,8 @@ def count(
     watch = _Watch(family.blocks(model), ledger)
     drops = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in trained]  # counted with the adapter
     try:
-        with fused_attention(not plain_attention), kernels_seen() as kernels, ledger:
+        noting = shared_noted(ledger.note_shared)
+        with fused_attention(not plain_attention), kernels_seen() as kernels, noting, ledger:
             with torch.no_grad():  # recomputed blocks first run without gradients
                 losses(family, model, batch, draws)
             # The counted pass, with all activations kept.
@@ -287,7 +294,7 @@ def count(
             work = ledger.tally.now()
             watch.close()
             # Passes that recompute all blocks, in segments and alone.
-            recomputed_bytes = _recomputed(family, model, batch, draws, watch, plain_attention)
+            recomputed_bytes, recomputed_shared_bytes = _recomputed(family, model, batch, draws, watch, plain_attention)
     finally:
         watch.close()
         for drop in drops:
@@ -307,6 +314,7 @@ def count(
         moments=tuple(watch.moments),
         work=work,
         recomputed_bytes=recomputed_bytes,
+        recomputed_shared_bytes=recomputed_shared_bytes,
         narrow_layers=adapter.narrow(recipe.lora),
         unstarted_layers=adapter.unstarted(recipe.lora),
         optimizer_bytes=state,
@@ -327,8 +335,8 @@ def _smaller(adapter: Adapter, recipe: Recipe, dtype: torch.dtype, state_itemsiz
 
 def _recomputed(
     family: ModelFamily, model: LoadedModel, batch: Tensors, draws: Tensors, watch: _Watch, plain_attention: bool
-) -> int:
-    """Peak bytes of a pass in which all blocks are recomputed, as few of them alone as the family does.
+) -> tuple[int, int]:
+    """Peak bytes of a pass with all blocks recomputed, as few of them alone as the family does, and its shared part.
 
     The memory of each block's recomputation is taken from a pass in which each is recomputed alone.
     """
@@ -338,7 +346,7 @@ def _recomputed(
         family.recompute_activations(model, again)
         with _Recomputed(watch) as recomputed:
             losses(family, model, batch, draws).sum().backward()
-        peaks.append(recomputed.peak_bytes)
+        peaks.append((recomputed.peak_bytes, recomputed.peak_bytes - recomputed.own_bytes))
         if not again.has_segments:  # the second pass would be the same
             break
     family.recompute_activations(model, Recomputing(model, chosen=()))
@@ -350,7 +358,7 @@ class _Recomputed:
 
     def __init__(self, watch: _Watch) -> None:
         self._ledger, self._seen = watch.ledger, watch.seen
-        self.peak_bytes = 0
+        self.peak_bytes = self.own_bytes = 0
         self._now: tuple[_Seen, int] | None = None
 
     def __enter__(self) -> _Recomputed:
@@ -380,11 +388,12 @@ class _Recomputed:
             self._end()
 
     def _end(self) -> None:
-        peak = self._ledger.mark()
+        shared_bytes, peak = self._ledger.shared_peak_bytes, self._ledger.mark()
         self.peak_bytes = max(self.peak_bytes, peak)
+        self.own_bytes = max(self.own_bytes, peak - shared_bytes)
         if self._now is not None:
             seen, begin_bytes = self._now
-            seen.again_bytes = peak - begin_bytes
+            seen.again_bytes, seen.again_shared_bytes = peak - begin_bytes, shared_bytes
             self._now = None
 
 
@@ -431,6 +440,8 @@ def _block(name: str, seen: _Seen, dtype: torch.dtype) -> Block:
         attention=seen.attention,
         input_bytes=seen.input_bytes,
         again_bytes=seen.again_bytes,
+        passing_shared_bytes=seen.passing_shared_bytes,
+        again_shared_bytes=seen.again_shared_bytes if seen.again_bytes else seen.rise_shared_bytes,
         dense_bytes=dense_bytes,
         unpacking_bytes=dense_bytes + frozen_bytes(packed),
     )

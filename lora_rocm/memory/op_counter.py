@@ -59,6 +59,9 @@ class Ledger(TorchDispatchMode):
     def __init__(self, known: Iterator[Tensor]) -> None:
         super().__init__()
         self.live_bytes = self.peak_bytes = 0
+        self._shared_bytes = self._own_peak_bytes = 0
+        self._shared = set[int]()
+        self._latest = (0, 0)  # storage, and the own peak before it
         self.tally = Tally()
         self._sizes: dict[int, int] = {}
         self._alive: dict[int, weakref.ref[Any]] = {}
@@ -69,7 +72,23 @@ class Ledger(TorchDispatchMode):
     def mark(self) -> int:
         """Return the peak since the last mark, and start a new peak at the current bytes."""
         peak, self.peak_bytes = self.peak_bytes, self.live_bytes
+        self._own_peak_bytes = self.live_bytes - self._shared_bytes
         return peak
+
+    @property
+    def shared_peak_bytes(self) -> int:
+        """The part of the peak that does not grow with the number of samples; see ``note_shared``."""
+        return self.peak_bytes - self._own_peak_bytes
+
+    def note_shared(self, tensor: Tensor) -> None:
+        """Count a tensor that was just made as one that all samples share."""
+        key = tensor.untyped_storage()._cdata
+        if key in self._alive and key not in self._shared:
+            self._shared.add(key)
+            self._shared_bytes += self._sizes[key]
+            latest, before = self._latest
+            if latest == key:
+                self._own_peak_bytes = before
 
     def size_of(self, tensor: Tensor) -> int:
         """Bytes that were counted for a tensor's storage; 0 if it is not counted."""
@@ -117,10 +136,16 @@ class Ledger(TorchDispatchMode):
         self._alive[key] = weakref.ref(storage, partial(self._gone, key))
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self._latest = key, self._own_peak_bytes
+        self._own_peak_bytes = max(self._own_peak_bytes, self.live_bytes - self._shared_bytes)
         return size
 
     def _gone(self, key: int, _: object) -> None:
-        self.live_bytes -= self._sizes.pop(key, 0)
+        size = self._sizes.pop(key, 0)
+        self.live_bytes -= size
+        if key in self._shared:
+            self._shared.discard(key)
+            self._shared_bytes -= size
         self._alive.pop(key, None)
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any, writes: bool) -> None:

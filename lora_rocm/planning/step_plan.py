@@ -81,6 +81,8 @@ class Block:
         input_bytes: inputs that only the block's recomputation needs.
         again_bytes: rise of the memory from the begin of the recomputation to the end of the backward pass; 0 if it was
             not counted, which is then estimated by ``rise_bytes``.
+        passing_shared_bytes, again_shared_bytes: the parts of ``passing_bytes`` and of the estimated backward pass that
+            all samples share. They do not grow with the number of samples.
     """
 
     name: str
@@ -97,6 +99,8 @@ class Block:
     dense_bytes: int = 0
     unpacking_bytes: int = 0
     again_bytes: int = 0
+    passing_shared_bytes: int = 0
+    again_shared_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,11 +109,13 @@ class MemoryPeak:
 
     before: number of blocks that come before this part; their kept activations are in memory.
     within: whether this part is in the forward pass of the next block.
+    shared_bytes: part of ``num_bytes`` that all samples share, so that it does not grow with their number.
     """
 
     before: int
     num_bytes: int
     within: bool = False
+    shared_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -143,6 +149,7 @@ class Footprint:
         optimizer_bytes: the optimizer's state, with the recipe's adapter. It is part of ``adapter_bytes``.
         smaller: the adapter with reduced settings, the smallest change first.
         kernels: names of the Triton kernels that a step launches (``kernels.backend.launches``).
+        recomputed_shared_bytes: part of ``recomputed_bytes`` that all samples share.
     """
 
     shape: str
@@ -160,6 +167,7 @@ class Footprint:
     optimizer_bytes: int = 0
     smaller: tuple[SmallerAdapter, ...] = ()
     kernels: tuple[str, ...] = ()
+    recomputed_shared_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -203,10 +211,19 @@ class Footprint:
                 attention=_scaled(block.attention, share),
                 input_bytes=int(block.input_bytes * share),
                 again_bytes=int(block.again_bytes * share),
+                passing_shared_bytes=int(block.passing_shared_bytes * min(1, share)),
+                again_shared_bytes=int(block.again_shared_bytes * min(1, share)),
             )
             for block in self.blocks
         )
-        moments = tuple(replace(moment, num_bytes=int(moment.num_bytes * share)) for moment in self.moments)
+        moments = tuple(
+            replace(
+                moment,
+                num_bytes=int(moment.num_bytes * share),
+                shared_bytes=int(moment.shared_bytes * min(1, share)),
+            )
+            for moment in self.moments
+        )
         recomputed_bytes = None if self.recomputed_bytes is None else int(self.recomputed_bytes * share)
         work = _scaled(self.work, share)
         return replace(
@@ -216,6 +233,7 @@ class Footprint:
             moments=moments,
             work=work,
             recomputed_bytes=recomputed_bytes,
+            recomputed_shared_bytes=int(self.recomputed_shared_bytes * min(1, share)),
         )
 
 
@@ -339,8 +357,7 @@ def planned(
 ) -> Plan:
     """Return the plan with these settings, with its estimated memory and time."""
     rows = -(-job.batch_size // parts)
-    counted = activation_bytes(footprint, choice.recomputed, choice.offloaded, choice.attention, choice.offloads_inputs)
-    activations = int(rows * counted * job.correction)
+    activations = int(activation_bytes(footprint, *_parts_of(choice), rows=rows) * job.correction)
     several = parts * job.accumulation > 1
     keeps = several or job.graphs
     stays, comes = footprint.gradient_bytes * keeps, footprint.gradient_bytes * (not keeps) + footprint.landing_bytes
@@ -348,7 +365,7 @@ def planned(
     peak = resident_bytes(footprint, choice.offloaded) + stays + max(comes, passing)
     needed = peak + SLACK_BYTES + int(SLACK_SHARE * activations)
     if choice.recomputed:
-        needed += int(SLACK_RECOMPUTED * rows * job.correction * _passing_bytes(footprint, choice))
+        needed += int(SLACK_RECOMPUTED * job.correction * _passing_bytes(footprint, choice, rows))
     if job.graphs:
         proof = (PROOF_BUFFERS + SUM_BUFFERS * several) * footprint.gradient_bytes
         peak, needed = peak + proof, needed + proof + GRAPH_BYTES + (passing if job.shapes > 1 else 0)
@@ -367,8 +384,7 @@ def correction(plan: Plan, peak_bytes: int, footprint: Footprint, before: float 
         before: the previous ratio. It is returned if the peak occurred while gradients were gathered, because such a
             peak does not depend on activations.
     """
-    of_blocks = (plan.recomputed, plan.offloaded, plan.attention, plan.offloads_inputs)
-    counted = plan.rows * activation_bytes(footprint, *of_blocks)
+    counted = activation_bytes(footprint, *_parts_of(plan.choice), rows=plan.rows)
     resident = resident_bytes(footprint, plan.offloaded) + unpacked_bytes(footprint, plan.choice)
     if peak_bytes <= resident + footprint.gradient_bytes + footprint.landing_bytes:
         return before
@@ -396,8 +412,10 @@ def activation_bytes(
     offloaded: Sequence[int] = (),
     attention: Sequence[int] = (),
     offloads_inputs: bool = False,
+    *,
+    rows: int = 1,
 ) -> int:
-    """Return the peak activations of one sample if the ``recomputed`` blocks do not keep their activations.
+    """Return the peak activations of ``rows`` samples if the ``recomputed`` blocks do not keep their activations.
 
     A recomputed block's kept bytes are in memory only from its own backward pass on. Its recomputation then adds the
     memory of its forward pass. Blocks of ``attention`` keep their attention's output, which recomputation uses. With
@@ -407,7 +425,7 @@ def activation_bytes(
     chosen, keeping = set(recomputed), set(attention)
     plain = not offloaded and not keeping and not offloads_inputs
     if footprint.recomputed_bytes is not None and len(chosen) == len(footprint.blocks) and plain:
-        return footprint.recomputed_bytes
+        return _of_rows(footprint.recomputed_bytes, footprint.recomputed_shared_bytes, rows)
     moved = [footprint.blocks[index].input_bytes for index in chosen] if offloads_inputs else []
     on_the_way = (SLOTS + IN_FLIGHT - 1) * max(moved, default=0)
     missing = [0]  # at index: bytes that the blocks before it do not keep
@@ -416,22 +434,33 @@ def activation_bytes(
         given_up += block.input_bytes if offloads_inputs else 0
         missing.append(missing[-1] + (given_up if index in chosen else 0))
     levels = [
-        moment.num_bytes - missing[moment.before]
+        _of_rows(moment.num_bytes - missing[moment.before], moment.shared_bytes, rows)
         for moment in footprint.moments
         if not (moment.within and moment.before in chosen)
     ]
     for index in chosen:
         block = footprint.blocks[index]
-        levels.append(block.start_bytes + block.passing_bytes - missing[index])
+        level = block.start_bytes + block.passing_bytes - missing[index]
+        levels.append(_of_rows(level, block.passing_shared_bytes, rows))
         if block.entry_bytes:  # else no gradient passes through it
             own = block.input_bytes if offloads_inputs else 0  # is in a slot
             rise_bytes = block.again_bytes or block.rise_bytes
-            levels.append(block.entry_bytes - block.kept_bytes - own - missing[index] + rise_bytes)
-    return on_the_way + max(levels, default=0)
+            level = block.entry_bytes - block.kept_bytes - own - missing[index] + rise_bytes
+            levels.append(_of_rows(level, block.again_shared_bytes, rows))
+    return rows * on_the_way + max(levels, default=0)
 
 
-def _passing_bytes(footprint: Footprint, choice: StepChoice) -> float:
-    """Return one sample's activations in a fully recomputed pass, times the share of recomputed blocks.
+def _of_rows(level_bytes: int, shared_bytes: int, rows: int) -> int:
+    """Return the memory of several samples, from the memory of one and the part of it that all samples share."""
+    return rows * level_bytes - (rows - 1) * shared_bytes
+
+
+def _parts_of(choice: StepChoice) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool]:
+    return choice.recomputed, choice.offloaded, choice.attention, choice.offloads_inputs
+
+
+def _passing_bytes(footprint: Footprint, choice: StepChoice, rows: int) -> float:
+    """Return the activations of ``rows`` samples in a fully recomputed pass, times the share of recomputed blocks.
 
     Several blocks are recomputed together only if all blocks are recomputed, and nothing else is chosen.
     """
@@ -439,7 +468,8 @@ def _passing_bytes(footprint: Footprint, choice: StepChoice) -> float:
     rest = (choice.offloaded, choice.attention, choice.offloads_inputs)
     if any(rest) or len(choice.recomputed) < len(every):
         footprint = replace(footprint, recomputed_bytes=None)
-    return activation_bytes(footprint, every, (), (), choice.offloads_inputs) * len(choice.recomputed) / len(every)
+    passing = activation_bytes(footprint, every, (), (), choice.offloads_inputs, rows=rows)
+    return passing * len(choice.recomputed) / len(every)
 
 
 def step_seconds(parts: int, choice: StepChoice, footprint: Footprint, job: StepRequirements, rates: Rates) -> float:
