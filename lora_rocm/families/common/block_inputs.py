@@ -30,11 +30,12 @@ from torch import Tensor, nn
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.kernels.backend import Implementation
 from lora_rocm.kernels.fingerprint import add_fingerprints, words_of
+from lora_rocm.kernels.fingerprint_weights import WORDS_MULTIPLE
 from lora_rocm.planning.step_plan import IN_FLIGHT, SLOTS
 
 ALIGNMENT_BYTES = 256
-WORDS_BYTES = 16
-"""Fingerprints are computed in units of this size."""
+SIZE_MULTIPLE, PLACE_MULTIPLE = 4 * WORDS_MULTIPLE, 16
+"""Fingerprints need a size and an address that are multiples of these numbers of bytes."""
 MOST_TENSORS = 4
 """Maximum number of tensors of one block that are moved."""
 Copy = Callable[[Tensor, Tensor], None]
@@ -100,7 +101,7 @@ def _is_plain(tensor: Tensor) -> bool:
     """Whether a tensor fills a part of its memory without gaps, in units that fingerprints cover."""
     last = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin_bytes = int(tensor.storage_offset()) * tensor.element_size()
-    return last + 1 == tensor.numel() and not (tensor.nbytes % WORDS_BYTES or begin_bytes % WORDS_BYTES)
+    return last + 1 == tensor.numel() and not (tensor.nbytes % SIZE_MULTIPLE or begin_bytes % PLACE_MULTIPLE)
 
 
 class BlockInputs:

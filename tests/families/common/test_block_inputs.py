@@ -176,6 +176,7 @@ def test_what_all_blocks_are_given_stays(device: torch.device) -> None:
     assert not movable(given, refs)
     assert list(movable([net.x, None, given[0]], refs[1:])) == [2], "an input of the model is no output of a block"
     assert not movable([given[0].t()[:3], given[0].expand(2, -1, -1)]), "what has gaps, or overlaps, stays"
+    assert not movable([given[0].flatten()[:24] * 1]), "fingerprints are of 64 bytes each, and this has 96"
 
 
 @pytest.mark.gpu
