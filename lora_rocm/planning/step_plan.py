@@ -478,7 +478,7 @@ def step_seconds(parts: int, choice: StepChoice, footprint: Footprint, job: Step
     Matrix products and attention count by FLOPs, all other work by bytes moved, and each launch has a minimum time.
     Copies overlap with the computation of the same pass, so only the longer of the two counts. Each offloaded block is
     fetched twice, in the forward and in the backward pass. Inputs leave in the forward pass and come back in the
-    backward pass; their fingerprints are computed each time.
+    backward pass. The fingerprint of each copy is computed on the GPU.
     """
     samples, blocks = job.batch_size, footprint.blocks
     again = [blocks[index] for index in choice.recomputed]
@@ -487,17 +487,19 @@ def step_seconds(parts: int, choice: StepChoice, footprint: Footprint, job: Step
     total = seconds(footprint.work, samples, parts, rates)
     total += sum(seconds(block.forward, samples, parts, rates) for block in again)
     total -= sum(seconds(block.attention, samples, parts, rates) for block in kept)
+    unpacked = 2 * sum(block.unpacking_bytes for block in blocks) + sum(block.unpacking_bytes for block in again)
+    total -= (samples - parts) * unpacked / rates.moved_bytes  # once for all samples of a part
     if choice.unpacks_once:
         total -= parts * sum(block.unpacking_bytes for block in again) / rates.moved_bytes
     moved = samples * sum(block.input_bytes for block in again) if choice.offloads_inputs else 0
-    total += 2 * moved / rates.moved_bytes
+    fetched = parts * sum(blocks[index].weight_bytes for index in choice.offloaded)
+    total += 2 * (moved + fetched) / rates.moved_bytes
     if not job.graphs:  # else the host launches one graph per pass
         launches = footprint.work.launches + sum(block.forward.launches for block in again)
         launches -= sum(block.attention.launches for block in kept)
         total = max(total, parts * launches * rates.host_launch_s)
     # copies at the same time
     forward = min(total, sum(seconds(block.forward, samples, parts, rates) for block in blocks))
-    fetched = parts * sum(blocks[index].weight_bytes for index in choice.offloaded)
     there = max(forward, fetched / rates.bus_bytes, moved / rates.back_bytes)
     back = max(total - forward, (fetched + moved) / rates.bus_bytes)
     return job.accumulation * (there + back)

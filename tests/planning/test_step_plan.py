@@ -152,6 +152,28 @@ def test_the_time_of_what_is_given_up_by_hand() -> None:
     packed = replace(net, blocks=tuple(replace(block, dense_bytes=4, unpacking_bytes=10**6) for block in net.blocks))
     once, twice = (step_seconds(1, StepChoice(every, unpacks_once=way), packed, job, RATES) for way in (True, False))
     assert twice - once == pytest.approx(2 * 10**6 / RATES.moved_bytes)
+    four = StepRequirements(batch_size=4, graphs=True)
+    for parts in (1, 2, 4):  # the counted work unpacks for each sample, but the samples of a part share a weight
+        less = step_seconds(parts, StepChoice(every), net, four, RATES)
+        less -= step_seconds(parts, StepChoice(every), packed, four, RATES)
+        assert less == pytest.approx((4 - parts) * 3 * 2 * 10**6 / RATES.moved_bytes)
+    fast = replace(RATES, bus_bytes=1e15)
+    checked = taken(StepChoice(every, every), fast) - taken(StepChoice(every), fast)
+    assert checked == pytest.approx(2 * 20 * MIB / RATES.moved_bytes), "the fingerprints of fetched weights"
+
+
+def test_memory_that_samples_share_is_counted_once() -> None:
+    """Dense weights, and logits that are computed in pieces of a fixed size."""
+    net = row_of_blocks([10 * MIB, 20 * MIB, 30 * MIB])
+    blocks = tuple(replace(block, again_shared_bytes=MIB, passing_shared_bytes=MIB) for block in net.blocks)
+    moments = tuple(replace(moment, shared_bytes=2 * MIB) for moment in net.moments)
+    shared = replace(net, blocks=blocks, moments=moments)
+    for chosen, less in (((), 2), ((2,), 1)):
+        assert activation_bytes(shared, chosen) == activation_bytes(net, chosen)
+        assert activation_bytes(shared, chosen, rows=3) == 3 * activation_bytes(net, chosen) - 2 * less * MIB
+    whole = replace(net, recomputed_bytes=9 * MIB, recomputed_shared_bytes=4 * MIB)
+    assert activation_bytes(whole, (0, 1, 2), rows=3) == (3 * 9 - 2 * 4) * MIB
+    assert Footprint.from_json(json.loads(json.dumps(shared.to_json()))) == shared
 
 
 def test_attention_is_kept_until_it_is_worth_more_than_another_block() -> None:
