@@ -364,10 +364,11 @@ def _lines(result: PlanResult) -> Iterator[str]:
 
 
 def _reasons(result: PlanResult, chosen: Plan) -> Iterator[str]:
-    """Yield why a plan is chosen: what faster plans need, what the next one takes, and the rates behind the times."""
+    """Yield the reasons for a plan: the least memory for a faster one, the time of the next, and the measured rates."""
     available = result.room.num_bytes
     too_large = [row for row in result.plans if available is not None and row.needed_bytes > available]
-    faster = min((row for row in too_large if row.step_s < chosen.step_s), key=lambda row: row.step_s, default=None)
+    faster_rows = (row for row in too_large if row.step_s < chosen.step_s)
+    faster = min(faster_rows, key=lambda row: (row.needed_bytes, row.step_s), default=None)
     if faster is not None:
         yield f"reason: {_named(faster)} would be faster, but needs {size_text(faster.needed_bytes)}"
     others = [row for row in result.plans if row not in too_large and not row.same(chosen)]
