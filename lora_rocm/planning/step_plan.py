@@ -320,7 +320,9 @@ class Plan:
         step_s: estimated time of a step.
         graphs: whether passes are captured as graphs.
         keeps_gradients: whether the gradient buffer stays allocated during the passes of a step.
-        attention, offloads_inputs, unpacks_once: see ``StepChoice``.
+        attention: recomputed blocks that keep the output of their attention, as indices.
+        offloads_inputs: whether the inputs of recomputed blocks are in main memory.
+        unpacks_once: whether packed weights are unpacked once for a block's recomputation and backward pass.
     """
 
     mode: Mode

@@ -14,6 +14,7 @@ from lora_rocm.commands import plan as command
 from lora_rocm.commands.output import Output, OutputMode
 from lora_rocm.commands.plan import AvailableMemory, card_bytes
 from lora_rocm.errors import RecipeError, UserError
+from lora_rocm.foundation.units import size_text
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.planning.step_choice import choose
 from lora_rocm.planning.step_plan import (
@@ -119,6 +120,16 @@ def test_a_rank_that_is_larger_than_layers_is_told(write: Any, child: Any, capsy
         child["footprint"]["unstarted_layers"] = count
         assert plan(write(), ("lora.init=pissa",), card="80GB", as_json=False) == 0
         assert says_if(bool(count), capsys.readouterr().out, "commands/a-part-of-the-ranks-of-5")
+
+
+def test_the_reason_is_the_faster_plan_that_needs_least(write: Any, child: Any) -> None:
+    found = command.plan(write(), (), card="12GB")
+    assert found.chosen is not None and found.room.num_bytes is not None
+    large = [row for row in found.plans if row.needed_bytes > found.room.num_bytes]
+    nearest = min((row for row in large if row.step_s < found.chosen.step_s), key=lambda row: row.needed_bytes)
+    assert len({row.needed_bytes for row in large}) > 1, "the control"
+    (reason,) = [line for line in command.render(found).splitlines() if line.startswith("reason: ")]
+    assert f"reason: {nearest.mode} " in reason and reason.endswith(size_text(nearest.needed_bytes))
 
 
 def test_the_rounding_of_a_quantised_base_is_named(write: Any, child: Any, capsys: Any) -> None:
