@@ -43,8 +43,8 @@ from lora_rocm.device.transfer import DeviceTransfer  # noqa: E402
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for  # noqa: E402
 from lora_rocm.kernels.backend import implementation_for  # noqa: E402
 from lora_rocm.kernels.weight_format import use_implementation  # noqa: E402
-from lora_rocm.memory.controller import MemoryManager  # noqa: E402
 from lora_rocm.memory.footprint import count, measured_rates, meta_model  # noqa: E402
+from lora_rocm.memory.manager import MemoryManager  # noqa: E402
 from lora_rocm.optim.base import GatedOptimizer  # noqa: E402
 from lora_rocm.planning.step_plan import Footprint, Mode, Rates, StepChoice, StepRequirements, planned  # noqa: E402
 from lora_rocm.recipe.kinds import recipe_from  # noqa: E402

@@ -28,9 +28,9 @@ MARK = "the time of an entry of the cache, for ``cache prune``"
 LOCK = "``refuse_link`` comes before it; opened without following links, and nothing is written"
 ALLOWED = {
     ("cli", "main", "open"): "the system's null device",
-    ("latent_cache.cache", "_mark_used", "utime"): MARK,
-    ("latent_cache.manifest", "recall", "utime"): MARK,
-    ("latent_cache.manifest", "_mark", "utime"): MARK,
+    ("encoded_cache.cache", "_mark_used", "utime"): MARK,
+    ("encoded_cache.manifest", "recall", "utime"): MARK,
+    ("encoded_cache.manifest", "_mark", "utime"): MARK,
     ("cache_store.maintenance", "delete", "unlink"): "of plain files only, told by name, place and ``lstat``",
     ("cache_store.maintenance", "move", "replace"): "of plain files only, told by name, place and ``lstat``",
     ("checks.selftest_copies", "_copies", "write_bytes"): TEMPORARY,

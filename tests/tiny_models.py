@@ -22,8 +22,8 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 from lora_rocm.base_models.loading import builtin_folder
 from lora_rocm.dataset.entry_spec import CAPTION
+from lora_rocm.encoded_cache.encode_session import plain_placement
 from lora_rocm.families.base import ModelFamily, PreviewRequest, Tensors
-from lora_rocm.latent_cache.encode_session import plain_placement
 
 WORDS = ("photo", "red", "blue", "cat", "dog", "circle", "square", "zibu", "small", "large")
 BEGIN, END = "<|startoftext|>", "<|endoftext|>"

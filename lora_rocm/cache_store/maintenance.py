@@ -325,7 +325,7 @@ def _prune_entry(pruning: Pruning, files: Sequence[File], oldest: float | None) 
 
 
 def _prune_manifests(pruning: Pruning, folder: Path, oldest: float | None, now: float) -> None:
-    """Delete unused manifests (``latent_cache/manifest.py``). Without its manifest, a run takes longer to start."""
+    """Delete unused manifests (``encoded_cache/manifest.py``). Without its manifest, a run takes longer to start."""
     if not is_folder(folder):
         return
     for path, pid in _matching(folder, MANIFEST_TEMPORARY_NAME):

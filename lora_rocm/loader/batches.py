@@ -15,10 +15,10 @@ from torch import Tensor
 
 from lora_rocm.dataset.order.batch_plan import BatchPlan, Item, Row
 from lora_rocm.device.transfer import fingerprint
+from lora_rocm.encoded_cache.cache import LatentCache
+from lora_rocm.encoded_cache.manifest import SampleStatistics
+from lora_rocm.encoded_cache.prepare import Prepared, prepare
 from lora_rocm.errors import DataError, StorageError
-from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.manifest import SampleStatistics
-from lora_rocm.latent_cache.prepare import Prepared, prepare
 from lora_rocm.loader.batch import Batch
 from lora_rocm.loader.cached_dataset import BadEntry, CachedDataset, Orders, Read, Unequal
 from lora_rocm.loader.worker_pool import Workers

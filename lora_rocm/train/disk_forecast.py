@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lora_rocm.adapters.base import Adapter
+from lora_rocm.encoded_cache.cache import LatentCache
 from lora_rocm.errors import StoppedError, resume_advice
 from lora_rocm.export import writers
 from lora_rocm.export.metadata import RunFacts
 from lora_rocm.export.safetensors_writer import TensorFile
 from lora_rocm.families.base import ModelFamily
 from lora_rocm.foundation.units import count_text, size_text
-from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.disk_space import Free, free_bytes, require, shortage
 from lora_rocm.rundir.event_types import CacheEvent

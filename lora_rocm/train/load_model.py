@@ -12,7 +12,7 @@ from torch import nn
 
 from lora_rocm.adapters.attach import inject
 from lora_rocm.adapters.base import Adapter
-from lora_rocm.adapters.files.module_names import SD_SCRIPTS
+from lora_rocm.adapters.files.key_table import SD_SCRIPTS
 from lora_rocm.adapters.training_adapter import NAME as TRAINING_ADAPTER
 from lora_rocm.adapters.training_adapter import TrainingAdapter, attach_training_adapter
 from lora_rocm.checks import kernel_check
@@ -25,7 +25,7 @@ from lora_rocm.export.writers import kohya_tensors
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.kernels.backend import implementation_for
 from lora_rocm.kernels.weight_format import use_implementation
-from lora_rocm.memory.controller import MemoryManager, decide
+from lora_rocm.memory.manager import MemoryManager, decide
 from lora_rocm.model_files.adapter_contents import IMPLAUSIBLE
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.train import compilation

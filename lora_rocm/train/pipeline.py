@@ -18,11 +18,11 @@ from lora_rocm.dataset.order.update_note import larger_updates_note
 from lora_rocm.device.encoder_speed import first_time
 from lora_rocm.device.precision import FLOATS
 from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.encoded_cache.cache import LatentCache
+from lora_rocm.encoded_cache.encode_session import Encoding
 from lora_rocm.errors import DataError, ResumeError
 from lora_rocm.families.base import ModelFamily, family_for
 from lora_rocm.foundation.units import count_text
-from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.loader.batches import BatchPlan, Prepared, open_workers, prepare
 from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.optim.schedule import length_text

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from lora_rocm.device.transfer import fingerprint
+from lora_rocm.encoded_cache.cache import LatentCache
+from lora_rocm.encoded_cache.encode_session import Encoding
 from lora_rocm.errors import DataError, StorageError
-from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.loader.batch import Batch
 from lora_rocm.loader.batches import BatchPlan, Prepared, loader, open_workers, prepare
 from lora_rocm.loader.worker_pool import Workers

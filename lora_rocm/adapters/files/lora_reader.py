@@ -14,12 +14,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from lora_rocm.adapters.entry import Entry, FileKind, FileModule, Notify, file_error
-from lora_rocm.adapters.files.module_names import KeyTable, adaptable, canonical, main_component
+from lora_rocm.adapters.files.key_table import KeyTable, adaptable, canonical, main_component
 from lora_rocm.adapters.registry import file_kind
 from lora_rocm.base_models.safetensors_file import read_tensors
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
-from lora_rocm.families.lora_names import FileNames, Rows, RowsOf
+from lora_rocm.families.lora_file_keys import FileNames, Rows, RowsOf
 from lora_rocm.families.registry import PRODUCT
 from lora_rocm.foundation.units import count_text
 from lora_rocm.kernels.weight_format import dense_shape

@@ -20,7 +20,7 @@ from lora_rocm.adapters.adapter_files import plain_number
 from lora_rocm.adapters.adapter_kind import PEFT_NAME
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.entry import Form
-from lora_rocm.adapters.files.module_names import COMFYUI, SD_SCRIPTS, adaptable, canonical
+from lora_rocm.adapters.files.key_table import COMFYUI, SD_SCRIPTS, adaptable, canonical
 from lora_rocm.adapters.kinds.lora_entry import LORA, LoraEntry
 from lora_rocm.adapters.kinds.lora_start import START, attach_start, cast_start, factors, fill_start, less_start
 from lora_rocm.adapters.targets import either

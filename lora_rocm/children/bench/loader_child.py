@@ -26,11 +26,11 @@ from lora_rocm.dataset.sources.sample_image import load_image
 from lora_rocm.dataset.sources.scan import Sample
 from lora_rocm.device.backend_settings import apply
 from lora_rocm.device.precision import choose_device
+from lora_rocm.encoded_cache.cache import LatentCache
+from lora_rocm.encoded_cache.encode_session import Encoding
+from lora_rocm.encoded_cache.image_preprocess import EncodeRequest
 from lora_rocm.families.base import ModelFamily, family_for
 from lora_rocm.hardware.settings import settings_from
-from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.encode_session import Encoding
-from lora_rocm.latent_cache.image_preprocess import EncodeRequest
 from lora_rocm.loader.batches import BatchPlan, Prepared, open_workers, prepare
 from lora_rocm.loader.cached_dataset import Order, Orders, Read
 from lora_rocm.loader.worker_pool import Workers

@@ -56,7 +56,7 @@ from lora_rocm.families.common.objectives.loss import LOSS_MASK
 from lora_rocm.families.common.recompute import Recomputing, evaluating
 from lora_rocm.families.common.tokenizers import digest, unreadable
 from lora_rocm.families.common.wrong_family import recognised_file, recognised_folder, wrong_family
-from lora_rocm.families.lora_names import FileNames
+from lora_rocm.families.lora_file_keys import FileNames
 from lora_rocm.foundation.names import BUILTIN
 from lora_rocm.kernels.backend import implementation_for
 from lora_rocm.kernels.quantised import quantised

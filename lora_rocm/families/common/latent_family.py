@@ -27,7 +27,7 @@ from lora_rocm.errors import ModelError
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
 from lora_rocm.families.common.objectives.base import CONTROL_LATENTS, HIDDEN_MASK, MEAN, SEEN_LATENTS, STD, LatentSpace
 from lora_rocm.families.common.vae import pixels_per_latent
-from lora_rocm.families.lora_names import FileNames
+from lora_rocm.families.lora_file_keys import FileNames
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
 from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN

@@ -40,7 +40,7 @@ from lora_rocm.families.flux.encoders import (
     t5_part,
 )
 from lora_rocm.families.flux.spec import FluxSection
-from lora_rocm.families.lora_names import FileNames
+from lora_rocm.families.lora_file_keys import FileNames
 from lora_rocm.recipe.schema import Recipe
 
 MAX_TOKENS, MAX_TOKENS_SCHNELL = 512, 256

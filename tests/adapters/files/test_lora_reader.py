@@ -19,8 +19,8 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from lora_rocm.adapters.files.key_table import adaptable
 from lora_rocm.adapters.files.lora_reader import PEFT_WEIGHTS, components_of, read_lora
-from lora_rocm.adapters.files.module_names import adaptable
 from lora_rocm.adapters.kinds.lora_entry import LoraEntry
 from lora_rocm.errors import AdapterError
 from lora_rocm.export import writers

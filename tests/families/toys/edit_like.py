@@ -18,10 +18,10 @@ from lora_rocm.dataset.entry_spec import IMAGE, EntrySpec, TensorSpec
 from lora_rocm.dataset.images.buckets import covering
 from lora_rocm.dataset.images.image_io import cut
 from lora_rocm.dataset.shape import SampleShape
+from lora_rocm.encoded_cache.controls import control_latents
+from lora_rocm.encoded_cache.image_preprocess import pixels_of
 from lora_rocm.families.base import Encoder, Inputs, LoadedModel, PreviewRequest, Tensors
 from lora_rocm.families.common.objectives.base import MEAN
-from lora_rocm.latent_cache.controls import control_latents
-from lora_rocm.latent_cache.image_preprocess import pixels_of
 from tests.families.toys.base import ToyEncoder
 from tests.families.toys.flux_like import CHANNELS, STRIDE_PX, FluxLike, packed, places
 

@@ -25,7 +25,7 @@ from lora_rocm.families.common.objectives import schedulers
 from lora_rocm.families.common.objectives.base import Prediction
 from lora_rocm.families.common.objectives.flow import FlowObjective
 from lora_rocm.families.common.recompute import Recomputing
-from lora_rocm.families.lora_names import FileNames
+from lora_rocm.families.lora_file_keys import FileNames
 from lora_rocm.families.spec import TransformerSection
 from lora_rocm.kernels.backend import Implementation, implementation_for
 from lora_rocm.kernels.quantised import quantised

@@ -17,13 +17,14 @@ from diffusers.image_processor import VaeImageProcessor
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from lora_rocm.adapters.files.key_table import KeyTable
 from lora_rocm.adapters.files.lora_reader import components_of, read_lora
-from lora_rocm.adapters.files.module_names import KeyTable
 from lora_rocm.adapters.targets import targets
 from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.children.check_base import weigh
 from lora_rocm.children.plan import packed_encoders
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
+from lora_rocm.encoded_cache.encode_session import plain_placement
 from lora_rocm.errors import AdapterError, ModelError
 from lora_rocm.export.comfyui_check import apply_comfy
 from lora_rocm.export.metadata import RunFacts
@@ -35,7 +36,6 @@ from lora_rocm.families.common.objectives.loss import losses
 from lora_rocm.families.common.vae import decode
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import dense_weight, is_packed
-from lora_rocm.latent_cache.encode_session import plain_placement
 from lora_rocm.planning.format_errors import format_errors
 from tests.families.common.dit import cases
 from tests.families.common.dit.cases import CHANNELS, CPU, TEXTS, Anima, Case, Flux, Schnell, ZImage, adapted

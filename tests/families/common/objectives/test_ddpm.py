@@ -9,7 +9,7 @@ from diffusers.training_utils import compute_snr
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_rocm.families.common.objectives import ddpm
+from lora_rocm.families.common.objectives import ddpm, loss_weights
 from lora_rocm.families.common.objectives.base import LatentSpace, generators, normal
 from tests.tiny_models import scheduler_config
 
@@ -54,8 +54,8 @@ def test_min_snr_weight_is_the_formula(gamma: float) -> None:
     snr = compute_snr(of_diffusers(), timesteps)
     levels = ddpm.noise_schedule(scheduler_config(), "epsilon", False).levels(timesteps)
     clipped = snr.clamp(max=gamma)
-    epsilon = ddpm.min_snr_weight(*levels, gamma, "epsilon")
-    velocity = ddpm.min_snr_weight(*levels, gamma, "v_prediction")
+    epsilon = loss_weights.min_snr_weight(*levels, gamma, "epsilon")
+    velocity = loss_weights.min_snr_weight(*levels, gamma, "v_prediction")
     assert torch.allclose(epsilon, clipped / snr, rtol=1e-4)
     assert torch.allclose(velocity, clipped / (snr + 1), rtol=1e-4)
     assert not torch.allclose(epsilon, velocity)
@@ -64,12 +64,12 @@ def test_min_snr_weight_is_the_formula(gamma: float) -> None:
 @pytest.mark.parametrize(("prediction", "weight"), [("epsilon", 1.0), ("v_prediction", 0.0)])
 def test_min_snr_weight_at_pure_noise(prediction: str, weight: float) -> None:
     levels = ddpm.noise_schedule(scheduler_config(), prediction, True).levels(torch.tensor([999]))
-    assert ddpm.min_snr_weight(*levels, 5.0, prediction).tolist() == [weight]
+    assert loss_weights.min_snr_weight(*levels, 5.0, prediction).tolist() == [weight]
 
 
 def test_min_snr_weight_is_off_at_zero() -> None:
     levels = ddpm.noise_schedule(scheduler_config(), "epsilon", False).levels(torch.tensor([3, 900]))
-    assert ddpm.min_snr_weight(*levels, 0.0, "epsilon").tolist() == [1.0, 1.0]
+    assert loss_weights.min_snr_weight(*levels, 0.0, "epsilon").tolist() == [1.0, 1.0]
 
 
 @given(SEEDS)

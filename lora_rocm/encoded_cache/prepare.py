@@ -27,15 +27,12 @@ from lora_rocm.dataset.rows.row_reference import joined, separated
 from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.dataset.sources.scan import Cropped, Sample, Samples, geometry_of, groups_of, nothing_left, notify_copies
 from lora_rocm.dataset.sources.text_scan import find_samples
-from lora_rocm.errors import DataError, Problem
-from lora_rocm.foundation.seeds import fraction
-from lora_rocm.foundation.units import count_text
-from lora_rocm.latent_cache.controls import control_encoders
-from lora_rocm.latent_cache.encode import Caches
-from lora_rocm.latent_cache.encode_session import Encoding
-from lora_rocm.latent_cache.image_preprocess import EncodeRequest, LookupResult, ReadsCompanion
-from lora_rocm.latent_cache.inpainting import inpaint_encoder
-from lora_rocm.latent_cache.item_table import (
+from lora_rocm.encoded_cache.controls import control_encoders
+from lora_rocm.encoded_cache.encode import Caches
+from lora_rocm.encoded_cache.encode_session import Encoding
+from lora_rocm.encoded_cache.image_preprocess import EncodeRequest, LookupResult, ReadsCompanion
+from lora_rocm.encoded_cache.inpainting import inpaint_encoder
+from lora_rocm.encoded_cache.item_table import (
     AXES,
     AXIS,
     CUT,
@@ -47,13 +44,16 @@ from lora_rocm.latent_cache.item_table import (
     identity,
     samples_in,
 )
-from lora_rocm.latent_cache.manifest import Manifest, ManifestStore, SampleStatistics
-from lora_rocm.latent_cache.masks import mask_encoder
+from lora_rocm.encoded_cache.manifest import Manifest, ManifestStore, SampleStatistics
+from lora_rocm.encoded_cache.masks import mask_encoder
+from lora_rocm.errors import DataError, Problem
+from lora_rocm.foundation.seeds import fraction
+from lora_rocm.foundation.units import count_text
 
 if TYPE_CHECKING:
     from lora_rocm.dataset.entry_spec import EntrySpec
+    from lora_rocm.encoded_cache.cache import LatentCache
     from lora_rocm.families.base import Encoder, ModelFamily, Tensors, TextReader
-    from lora_rocm.latent_cache.cache import LatentCache
     from lora_rocm.recipe.schema import DataSection, Recipe
 
 MAX_TAGS = 20_000  # tags counted per folder; cut to the most frequent ones at twice as many

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE, EntrySpec, Pad, TensorSpec
 from lora_rocm.device.transfer import fingerprint
+from lora_rocm.encoded_cache import manifest
+from lora_rocm.encoded_cache.cache import LatentCache
+from lora_rocm.encoded_cache.encode_session import Encoding
+from lora_rocm.encoded_cache.item_table import ANY_SHAPE
 from lora_rocm.errors import DataError, MachineError
-from lora_rocm.latent_cache import manifest
-from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.encode_session import Encoding
-from lora_rocm.latent_cache.item_table import ANY_SHAPE
 from lora_rocm.loader.batch import Batch
 from lora_rocm.loader.batches import BatchPlan, Prepared, loader, open_workers, prepare
 from lora_rocm.loader.cached_dataset import together

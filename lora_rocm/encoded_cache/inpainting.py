@@ -22,10 +22,10 @@ from lora_rocm.dataset.entry_spec import IMAGE, EntrySpec, TensorSpec
 from lora_rocm.dataset.images.buckets import Size
 from lora_rocm.dataset.images.views import ImageView
 from lora_rocm.dataset.rows.hf_datasets import DatasetRow
+from lora_rocm.encoded_cache.image_preprocess import EncodeRequest, hash_of
+from lora_rocm.encoded_cache.masks import MaskWanted, mask_place
 from lora_rocm.families.common.objectives.base import HIDDEN_MASK, MEAN, SEEN_LATENTS
 from lora_rocm.foundation.seeds import fraction
-from lora_rocm.latent_cache.image_preprocess import EncodeRequest, hash_of
-from lora_rocm.latent_cache.masks import MaskWanted, mask_place
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -22,8 +22,8 @@ from lora_rocm.dataset.sources.clips import frames_in
 from lora_rocm.dataset.sources.folders import shown
 from lora_rocm.dataset.sources.sample_image import image_bytes, load_image
 from lora_rocm.dataset.sources.scan import Sample
+from lora_rocm.encoded_cache.cache import image_parts
 from lora_rocm.errors import DataError, LoraRocmError, Problem
-from lora_rocm.latent_cache.cache import image_parts
 
 if TYPE_CHECKING:
     from PIL import Image

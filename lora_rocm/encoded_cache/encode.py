@@ -5,7 +5,7 @@ entry's bytes are the same whichever other entries are missing, and after an int
 the next is loaded.
 
 While an encoder works on one image, threads read, hash, decode and crop the next images. Another thread writes entries
-(``latent_cache/prefetch.py``). Neither order nor bytes depend on the threads.
+(``encoded_cache/prefetch.py``). Neither order nor bytes depend on the threads.
 
 An image that does not fit into memory is encoded in tiles, which changes the rounding. The tiled entry therefore has
 its own key. It is used if there is no entry of the whole image.
@@ -29,11 +29,10 @@ from lora_rocm.dataset.progress import Progress
 from lora_rocm.dataset.sources.folders import shown
 from lora_rocm.device.allocator import afterwards, empty_pools
 from lora_rocm.device.torch_errors import out_of_memory
-from lora_rocm.errors import DataError, MachineError, Problem, resume_advice
-from lora_rocm.latent_cache.cache import MISSING, entry_key
-from lora_rocm.latent_cache.encode_session import Encoding
-from lora_rocm.latent_cache.image_encoding import CPU, Filling, LoadedEncoder
-from lora_rocm.latent_cache.image_preprocess import (
+from lora_rocm.encoded_cache.cache import MISSING, entry_key
+from lora_rocm.encoded_cache.encode_session import Encoding
+from lora_rocm.encoded_cache.image_encoding import CPU, Filling, LoadedEncoder
+from lora_rocm.encoded_cache.image_preprocess import (
     EncodeRequest,
     ImageEntry,
     LookupResult,
@@ -42,7 +41,8 @@ from lora_rocm.latent_cache.image_preprocess import (
     made_ready,
     read_by,
 )
-from lora_rocm.latent_cache.prefetch import BackgroundWriter, ahead
+from lora_rocm.encoded_cache.prefetch import BackgroundWriter, ahead
+from lora_rocm.errors import DataError, MachineError, Problem, resume_advice
 
 if TYPE_CHECKING:
     from lora_rocm.device.placement.base import Placement

@@ -13,9 +13,9 @@ from lora_rocm.dataset.entry_spec import IMAGE, EntrySpec, TensorSpec
 from lora_rocm.dataset.images.buckets import choose_bucket, covering
 from lora_rocm.dataset.images.image_io import UnreadableImage, cut, decode
 from lora_rocm.dataset.images.views import ImageView
+from lora_rocm.encoded_cache.companion import CompanionWanted
+from lora_rocm.encoded_cache.image_preprocess import EncodeRequest, pixels_of
 from lora_rocm.families.common.objectives.base import CONTROL_LATENTS, MEAN
-from lora_rocm.latent_cache.companion import CompanionWanted
-from lora_rocm.latent_cache.image_preprocess import EncodeRequest, pixels_of
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from lora_rocm.dataset.companions.masks import MASK
 from lora_rocm.dataset.order.batch_plan import BatchPlan
+from lora_rocm.encoded_cache.cache import LatentCache
+from lora_rocm.encoded_cache.encode_session import Encoding
+from lora_rocm.encoded_cache.masks import MASK_ENTRY, mask_encoder
+from lora_rocm.encoded_cache.prepare import Prepared, prepare
 from lora_rocm.errors import DataError
 from lora_rocm.families.common.objectives.loss import LOSS_MASK, LOSS_WEIGHTS
-from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.encode_session import Encoding
-from lora_rocm.latent_cache.masks import MASK_ENTRY, mask_encoder
-from lora_rocm.latent_cache.prepare import Prepared, prepare
 from lora_rocm.loader.batch import Batch
 from lora_rocm.loader.batches import loader, open_workers
 from lora_rocm.recipe.process_sections import RuntimeSection

@@ -17,10 +17,10 @@ import torch
 
 from lora_rocm.cache_store.maintenance import MANIFESTS, prune
 from lora_rocm.dataset.images.image_io import UnreadableImage
-from lora_rocm.latent_cache import manifest, prepare
-from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.encode_session import Encoding
-from lora_rocm.latent_cache.prepare import Prepared
+from lora_rocm.encoded_cache import manifest, prepare
+from lora_rocm.encoded_cache.cache import LatentCache
+from lora_rocm.encoded_cache.encode_session import Encoding
+from lora_rocm.encoded_cache.prepare import Prepared
 from lora_rocm.loader.batches import BatchPlan, loader, open_workers
 from tests.wording import says
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lora_rocm.cache_store import maintenance
-from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.encode import Caches
-from lora_rocm.latent_cache.encode_session import Encoding
+from lora_rocm.encoded_cache.cache import LatentCache
+from lora_rocm.encoded_cache.encode import Caches
+from lora_rocm.encoded_cache.encode_session import Encoding
 from lora_rocm.rundir.run_context import RunContext
 from tests.fake_encoders import FakeFamily
 from tests.program import snapshot
@@ -25,9 +25,9 @@ FILLER = """
 import sys, time
 from pathlib import Path
 import torch
-from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.encode_session import Encoding
-from lora_rocm.latent_cache.encode import Caches
+from lora_rocm.encoded_cache.cache import LatentCache
+from lora_rocm.encoded_cache.encode_session import Encoding
+from lora_rocm.encoded_cache.encode import Caches
 from lora_rocm.rundir.run_context import RunContext
 from tests.fake_encoders import FakeFamily
 

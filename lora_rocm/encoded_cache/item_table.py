@@ -22,7 +22,7 @@ from lora_rocm.dataset.images.views import ImageView, view_geometry, views_of
 from lora_rocm.dataset.order.batch_plan import Grid, Item, Outline, TextLengths
 from lora_rocm.dataset.sample_table import Sample, Samples, numbers_of, rows_of, sample_schema, text_of
 from lora_rocm.dataset.shape import SampleShape
-from lora_rocm.latent_cache.image_preprocess import EncodeRequest, LookupResult, VideoWanted
+from lora_rocm.encoded_cache.image_preprocess import EncodeRequest, LookupResult, VideoWanted
 
 if TYPE_CHECKING:
     from lora_rocm.dataset.entry_spec import EntrySpec

@@ -10,12 +10,12 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from lora_rocm.encoded_cache import prepare as prepare_module
+from lora_rocm.encoded_cache.cache import LatentCache
+from lora_rocm.encoded_cache.encode_session import Encoding
+from lora_rocm.encoded_cache.prepare import Prepared, choose_held_out, prepare
 from lora_rocm.errors import DataError
 from lora_rocm.foundation.seeds import fraction
-from lora_rocm.latent_cache import prepare as prepare_module
-from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.encode_session import Encoding
-from lora_rocm.latent_cache.prepare import Prepared, choose_held_out, prepare
 from tests.wording import says
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lora_rocm.adapters.files.module_names import KeyTable, adaptable, canonical
+from lora_rocm.adapters.files.key_table import KeyTable, adaptable, canonical
 from lora_rocm.adapters.kinds.lokr import LokrEntry
 from lora_rocm.adapters.kinds.lora_entry import LoraEntry
 from tests.wording import Worded, saying, worded

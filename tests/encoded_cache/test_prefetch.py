@@ -9,9 +9,9 @@ from contextlib import closing
 
 import pytest
 
+from lora_rocm.encoded_cache import prefetch as module
+from lora_rocm.encoded_cache.prefetch import BackgroundWriter, ahead
 from lora_rocm.errors import StorageError
-from lora_rocm.latent_cache import prefetch as module
-from lora_rocm.latent_cache.prefetch import BackgroundWriter, ahead
 
 FULL = StorageError("disk-full", "The disk is full.")
 

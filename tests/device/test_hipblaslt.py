@@ -9,7 +9,7 @@ import torch
 
 from lora_rocm.checks.selftest import run_check
 from lora_rocm.checks.selftest_maths import gemm_checks
-from lora_rocm.device import blas
+from lora_rocm.device import hipblaslt
 from lora_rocm.device.backend_settings import apply
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.rules.environment import plan
@@ -17,7 +17,7 @@ from tests.hardware.situations import fast, situation, with_torch
 from tests.wording import says
 
 CPU = torch.device("cpu")
-CUBLASLT, HIPBLASLT = blas.VARIABLES
+CUBLASLT, HIPBLASLT = hipblaslt.VARIABLES
 
 
 class Library:
@@ -36,7 +36,7 @@ class Library:
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     made = Library()
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", made)
-    for name in blas.VARIABLES:
+    for name in hipblaslt.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     return made
 
@@ -59,9 +59,9 @@ def test_the_two_names_of_the_switch(
 ) -> None:
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert blas.hipblaslt_is_off(os.environ) is is_off
+    assert hipblaslt.hipblaslt_is_off(os.environ) is is_off
     apply(Settings(), CPU)  # as every heavy process does at its start
-    assert blas.preferred() == ("cublas" if is_off else "cublaslt")
+    assert hipblaslt.preferred() == ("cublas" if is_off else "cublaslt")
 
 
 def of_library() -> tuple[str, str]:
@@ -88,10 +88,10 @@ def test_a_torch_that_does_not_obey_is_noticed(library: Library, monkeypatch: py
 
 
 def test_this_torch_takes_the_preference() -> None:
-    before = blas.preferred()
+    before = hipblaslt.preferred()
     assert before in ("cublas", "default")
-    blas.obey({HIPBLASLT: "0"})
-    assert blas.preferred() == "cublas"
+    hipblaslt.obey({HIPBLASLT: "0"})
+    assert hipblaslt.preferred() == "cublas"
 
 
 @pytest.mark.parametrize("version", ["2.11.0+rocm7.2", "2.13.0+rocm7.2"])
@@ -100,8 +100,8 @@ def test_the_plan_of_the_profile_safe_switches_it_off(version: str) -> None:
 
     def off(**exported: str) -> bool:
         environ = {**facts.variables, **exported}
-        return blas.hipblaslt_is_off(plan(situation(facts, environ)).applied_to(environ))
+        return hipblaslt.hipblaslt_is_off(plan(situation(facts, environ)).applied_to(environ))
 
     assert off() and off(**{HIPBLASLT: "0"})
     assert not off(**{HIPBLASLT: "1"}) and not off(**{CUBLASLT: "1"}), "the user's value wins, and is warned about"
-    assert not blas.hipblaslt_is_off(plan(fast(facts)).applied_to({}))
+    assert not hipblaslt.hipblaslt_is_off(plan(fast(facts)).applied_to({}))

@@ -9,8 +9,8 @@ from typing import ClassVar
 from lora_rocm.dataset.rows.hf_datasets import DatasetRow, UnreadableCell
 from lora_rocm.dataset.sources.folders import shown
 from lora_rocm.dataset.sources.sample_image import bytes_at
+from lora_rocm.encoded_cache.image_preprocess import EncodeRequest, hash_of
 from lora_rocm.errors import DataError
-from lora_rocm.latent_cache.image_preprocess import EncodeRequest, hash_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from lora_rocm.device.placement.base import Placement
+from lora_rocm.encoded_cache import encode_session as proven
+from lora_rocm.encoded_cache.cache import LatentCache
+from lora_rocm.encoded_cache.encode import Caches
+from lora_rocm.encoded_cache.encode_session import Encoding
 from lora_rocm.errors import CanaryError
-from lora_rocm.latent_cache import encode_session as proven
-from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.encode import Caches
-from lora_rocm.latent_cache.encode_session import Encoding
-from tests.latent_cache.test_encode import images_for
+from tests.encoded_cache.test_encode import images_for
 
 CPU = torch.device("cpu")
 WORDS = ["a", "b", "c", "d", "e"]

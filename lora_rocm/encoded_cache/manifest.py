@@ -32,10 +32,10 @@ from lora_rocm.cache_store.maintenance import MANIFESTS
 from lora_rocm.dataset.images.image_io import readable_extensions
 from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.dataset.sources.folders import lists_run, source_folder
+from lora_rocm.encoded_cache.cache import MARK_AFTER_S
+from lora_rocm.encoded_cache.item_table import HASH_BYTES, KEY_BYTES, check_table, entry_keys, samples_in
 from lora_rocm.errors import DataError, Problem, StorageError
 from lora_rocm.foundation.files import write_atomic
-from lora_rocm.latent_cache.cache import MARK_AFTER_S
-from lora_rocm.latent_cache.item_table import HASH_BYTES, KEY_BYTES, check_table, entry_keys, samples_in
 
 if TYPE_CHECKING:
     from lora_rocm.families.base import Encoder

@@ -21,9 +21,9 @@ from lora_rocm.families.common.objectives.base import Draws, Prediction
 from lora_rocm.families.common.objectives.loss import losses
 from lora_rocm.families.common.recompute import Run
 from lora_rocm.hardware.settings import Settings
-from lora_rocm.memory import controller as memory_module
-from lora_rocm.memory.controller import MemoryManager, apply, choose_from, decide, rates_here
+from lora_rocm.memory import manager as memory_module
 from lora_rocm.memory.footprint import count
+from lora_rocm.memory.manager import MemoryManager, apply, choose_from, decide, rates_here
 from lora_rocm.planning import step_plan
 from lora_rocm.planning.step_choice import choose, parts_of, plans_of
 from lora_rocm.planning.step_plan import (

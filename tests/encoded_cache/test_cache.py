@@ -14,8 +14,8 @@ from lora_rocm.cache_store.hash_memory import FileState, HashMemory, remembered_
 from lora_rocm.dataset.entry_spec import TensorSpec
 from lora_rocm.dataset.images.buckets import Geometry
 from lora_rocm.device.transfer import fingerprint
+from lora_rocm.encoded_cache.cache import MISSING, CacheEntryBad, LatentCache, entry_key, image_parts
 from lora_rocm.errors import DataError, StorageError
-from lora_rocm.latent_cache.cache import MISSING, CacheEntryBad, LatentCache, entry_key, image_parts
 from tests.wording import saying
 
 SPEC = {"mean": TensorSpec("float32", "CHW"), "ids": TensorSpec("int64", "S")}
@@ -311,7 +311,7 @@ def test_what_is_no_file_takes_up_a_name_and_is_made_again(cache: LatentCache, t
 
 def test_an_entry_of_another_version_is_found(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.write_tensors("image", KEY, tensors(), "a.png")
-    monkeypatch.setattr("lora_rocm.latent_cache.cache.SPEC_VERSION", 2)
+    monkeypatch.setattr("lora_rocm.encoded_cache.cache.SPEC_VERSION", 2)
     with pytest.raises(CacheEntryBad, check=saying("latent_cache/version-1-not-2")):
         cache.get("image", KEY, SPEC)
 

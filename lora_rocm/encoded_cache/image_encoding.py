@@ -17,10 +17,10 @@ from lora_rocm.dataset.sources.folders import shown
 from lora_rocm.device.allocator import empty_pools
 from lora_rocm.device.encoder_speed import watched
 from lora_rocm.device.torch_errors import out_of_memory
+from lora_rocm.encoded_cache.encode_session import Encoding
+from lora_rocm.encoded_cache.image_preprocess import EncodeRequest, ImageEntry, LookupResult
+from lora_rocm.encoded_cache.prefetch import BackgroundWriter
 from lora_rocm.errors import MachineError
-from lora_rocm.latent_cache.encode_session import Encoding
-from lora_rocm.latent_cache.image_preprocess import EncodeRequest, ImageEntry, LookupResult
-from lora_rocm.latent_cache.prefetch import BackgroundWriter
 from lora_rocm.rules.mitigations import change_event
 
 if TYPE_CHECKING:

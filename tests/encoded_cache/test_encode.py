@@ -20,14 +20,14 @@ from lora_rocm.dataset.images.views import PLAIN, ImageView
 from lora_rocm.dataset.sources.sample_image import image_bytes
 from lora_rocm.dataset.sources.scan import geometries, scan
 from lora_rocm.device.encoder_speed import WatchedEncoder
+from lora_rocm.encoded_cache import encode as fill
+from lora_rocm.encoded_cache import image_encoding, image_preprocess, prefetch
+from lora_rocm.encoded_cache.cache import LatentCache
+from lora_rocm.encoded_cache.encode import Caches, entries_of
+from lora_rocm.encoded_cache.encode_session import Encoding
+from lora_rocm.encoded_cache.image_preprocess import EncodeRequest, hash_of, pixels_of
+from lora_rocm.encoded_cache.prepare import prepare
 from lora_rocm.errors import DataError, MachineError, StoppedError, StorageError
-from lora_rocm.latent_cache import encode as fill
-from lora_rocm.latent_cache import image_encoding, image_preprocess, prefetch
-from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.encode import Caches, entries_of
-from lora_rocm.latent_cache.encode_session import Encoding
-from lora_rocm.latent_cache.image_preprocess import EncodeRequest, hash_of, pixels_of
-from lora_rocm.latent_cache.prepare import prepare
 from lora_rocm.rundir.event_types import ChangeEvent, Event, RepairedEvent
 from lora_rocm.rundir.run_context import RunContext
 from tests.fake_encoders import latents_of

@@ -15,8 +15,8 @@ from lora_rocm.dataset.entry_spec import CAPTION, IMAGE, EntrySpec, Pad, TensorS
 from lora_rocm.dataset.order.batch_plan import Item, outline_of
 from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.dataset.sources.scan import geometry_of, scan
-from lora_rocm.latent_cache.image_preprocess import ImageEntry, LookupResult
-from lora_rocm.latent_cache.item_table import (
+from lora_rocm.encoded_cache.image_preprocess import ImageEntry, LookupResult
+from lora_rocm.encoded_cache.item_table import (
     ANY_SHAPE,
     AXES,
     CUT,

@@ -15,14 +15,14 @@ import torch
 from lora_rocm.dataset.progress import Report, ignore
 from lora_rocm.device.placement.base import Placement, Resident
 from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.encoded_cache.cache import MISSING, LatentCache
 from lora_rocm.errors import LoraRocmError, StoppedError
-from lora_rocm.latent_cache.cache import MISSING, LatentCache
 from lora_rocm.rundir.event_types import RepairedEvent
 from lora_rocm.rundir.run_context import NOBODY, RunContext
 
 if TYPE_CHECKING:
+    from lora_rocm.encoded_cache.prefetch import BackgroundWriter
     from lora_rocm.families.base import Encoder, Tensors
-    from lora_rocm.latent_cache.prefetch import BackgroundWriter
 
 
 OpenPlacement = Callable[[torch.device], Placement]

@@ -15,9 +15,9 @@ from lora_rocm.dataset.entry_spec import EntrySpec, TensorSpec
 from lora_rocm.dataset.images.buckets import Size
 from lora_rocm.dataset.images.image_io import UnreadableImage
 from lora_rocm.dataset.images.views import ImageView
+from lora_rocm.encoded_cache.companion import CompanionWanted
+from lora_rocm.encoded_cache.image_preprocess import EncodeRequest
 from lora_rocm.families.common.objectives.loss import LOSS_MASK, LOSS_WEIGHTS
-from lora_rocm.latent_cache.companion import CompanionWanted
-from lora_rocm.latent_cache.image_preprocess import EncodeRequest
 
 if TYPE_CHECKING:
     from PIL import Image
