@@ -216,7 +216,7 @@ def without_base(kind: type[Any]) -> Any:
 
 def tiny_recipe(folder: Path | str, **sections: dict[str, Any]) -> Any:
     """A recipe for a tiny model: 64 pixels, two steps; keyword arguments replace or extend whole sections."""
-    from lora_rocm.families.registry import PRODUCT
+    from lora_rocm.families.registry import FAMILIES
     from lora_rocm.recipe.kinds import recipe_from
 
     base: dict[str, dict[str, Any]] = {
@@ -227,7 +227,7 @@ def tiny_recipe(folder: Path | str, **sections: dict[str, Any]) -> Any:
     }
     for name, section in sections.items():
         base[name] = base.get(name, {}) | section
-    side = PRODUCT[base["model"]["family"]].axes.multiple_px
+    side = FAMILIES[base["model"]["family"]].axes.multiple_px
     base["data"].setdefault("bucket_step", max(8, side))
     return recipe_from(base)
 

@@ -26,7 +26,7 @@ from lora_rocm.encoded_cache.encode_session import Encoding
 from lora_rocm.errors import AdapterError, DataError
 from lora_rocm.families.base import Drawn, LoadedModel, ModelFamily, family_for
 from lora_rocm.families.common.objectives.loss import measured
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.files import write_atomic
 from lora_rocm.loader.batch import Batch
 from lora_rocm.loader.batches import BatchPlan, Prepared, SampleStatistics, loader, open_workers, prepare
@@ -48,7 +48,7 @@ from lora_rocm.train.start_encoder import start_encoders
 CONTEXT = RunContext(emit=emit)
 
 
-def compare(job: CompareJob, registry: FamilyRegistry = PRODUCT) -> None:
+def compare(job: CompareJob, registry: FamilyRegistry = FAMILIES) -> None:
     """Emit one ``ComparedEvent`` for the base model alone, and one for each (updates, path) in ``job.files``.
 
     The prompts are ``job.prompts``, or the recipe's if these are empty. Images are written to ``job.output``.

@@ -20,7 +20,7 @@ from rich.text import Text
 from lora_rocm.commands.output import Output, OutputMode
 from lora_rocm.commands.sample_export import require_text
 from lora_rocm.errors import UserError
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.files import temporary_folder
 from lora_rocm.foundation.terminal_text import legible, quoted
 from lora_rocm.processes.jobs import CHILDREN, AskRequest, ChatJob, ResetRequest, StopRequest
@@ -102,7 +102,11 @@ def render(result: ChatResult) -> str:
 
 
 def chat(
-    source: Path, prompt: str | None, options: Options, output: Output | None = None, registry: FamilyRegistry = PRODUCT
+    source: Path,
+    prompt: str | None,
+    options: Options,
+    output: Output | None = None,
+    registry: FamilyRegistry = FAMILIES,
 ) -> int:
     """Chat until the user ends the conversation, or answer one ``prompt``. Return the exit code.
 

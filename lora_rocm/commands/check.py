@@ -13,7 +13,7 @@ from lora_rocm.commands.check_base import Weighing
 from lora_rocm.commands.output import Failure, Notify, unheard
 from lora_rocm.dataset.images.preview_images import require_preview_images
 from lora_rocm.errors import DataError, LoraRocmError, Problem, RecipeError
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.units import count_text, size_text
 from lora_rocm.model_files.models import BASE_JUDGED_BY
 from lora_rocm.planning.data_plan import RunPlan, Seen, plan_data, plan_texts, run_plan
@@ -124,7 +124,7 @@ def check(
     overrides: Sequence[str] = (),
     *,
     schema_only: bool = False,
-    registry: FamilyRegistry = PRODUCT,
+    registry: FamilyRegistry = FAMILIES,
     notify: Notify = unheard,
 ) -> CheckResult:
     """Check a recipe, its data and its base model. Faults of data and base are returned as the result's ``error``.

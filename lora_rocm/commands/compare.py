@@ -11,7 +11,7 @@ from pathlib import Path
 from lora_rocm.commands.output import Notify, unheard
 from lora_rocm.commands.sample_export import require_image_prompt, require_text, run_model_tool
 from lora_rocm.errors import UserError, storage_error
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.files import temporary_folder, write_atomic
 from lora_rocm.processes.jobs import CompareJob
 from lora_rocm.recipe.trigger import filled_in
@@ -63,7 +63,7 @@ def compare(
     prompts: Sequence[str] = (),
     strengths: Sequence[float] = (),
     most: int = 8,
-    registry: FamilyRegistry = PRODUCT,
+    registry: FamilyRegistry = FAMILIES,
     notify: Notify = unheard,
 ) -> CompareResult:
     """Write ``compare.html`` of a run.

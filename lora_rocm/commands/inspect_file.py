@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lora_rocm.errors import AdapterError, ModelError
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.families.spec import FamilySpec
 from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.foundation.terminal_text import legible, one_line
@@ -107,7 +107,7 @@ def judge_in_child(path: Path, families: Sequence[str]) -> Mapping[str, BaseVerd
     return ask(InspectJob(path, tuple(families)), Judgements, os.environ).of_family
 
 
-def inspect(path: Path, registry: FamilyRegistry = PRODUCT, judge: Judge = judge_in_child) -> Found:
+def inspect(path: Path, registry: FamilyRegistry = FAMILIES, judge: Judge = judge_in_child) -> Found:
     """Return the description of a file or folder, ready for JSON. ``documents.InspectDocument`` explains the keys.
 
     ``unusable`` is omitted if a family can be trained, or if the family is unknown. ``problem`` and ``notices`` can

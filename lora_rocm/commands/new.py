@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lora_rocm.commands.output import Failure, Notify, unheard
 from lora_rocm.errors import ModelError, UserError
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.files import file_exists, require_place, write_new
 from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.foundation.undecodable_names import NOT_TEXT, fix_of_name
@@ -130,13 +130,13 @@ class NewResult:
     error: Failure | None = None
 
 
-def recipes(registry: FamilyRegistry = PRODUCT) -> RecipesResult:
+def recipes(registry: FamilyRegistry = FAMILIES) -> RecipesResult:
     """Return the recipes that ship with the program."""
     found = (ListedRecipe(each.name, each.family, each.purpose, each.path) for each in shipped(registry))
     return RecipesResult(tuple(found))
 
 
-def new(request: NewRequest, *, registry: FamilyRegistry = PRODUCT, notify: Notify = unheard) -> NewResult:
+def new(request: NewRequest, *, registry: FamilyRegistry = FAMILIES, notify: Notify = unheard) -> NewResult:
     """Copy a shipped recipe with its comments, and fill in values. Nothing is overwritten.
 
     Args:

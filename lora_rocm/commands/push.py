@@ -14,7 +14,7 @@ from lora_rocm.commands.model_card import CardFacts, card_text, is_identifier
 from lora_rocm.commands.output import Notify, unheard
 from lora_rocm.commands.publication import is_hub_id, publication_of, write_files, write_previews
 from lora_rocm.errors import UserError
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.files import is_folder, new_folder, temporary_folder, write_atomic
 from lora_rocm.foundation.redact import Private, private_of
 from lora_rocm.foundation.units import count_text, size_text
@@ -79,7 +79,7 @@ def push(
     repo: str,
     options: PushOptions,
     *,
-    registry: FamilyRegistry = PRODUCT,
+    registry: FamilyRegistry = FAMILIES,
     notify: Notify = unheard,
 ) -> PushResult:
     """Write the folder of a repository, and upload it.

@@ -11,7 +11,7 @@ from typing import Any
 from lora_rocm.commands.output import Notify, unheard
 from lora_rocm.dataset.images.preview_images import faults
 from lora_rocm.errors import AdapterError, MachineError, UserError
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.files import followed, require_place
 from lora_rocm.foundation.units import number_text
 from lora_rocm.model_files.peft_folder import peft_folders
@@ -95,7 +95,7 @@ def sample(
     base: str | None,
     config: Path | None,
     family: str | None = None,
-    registry: FamilyRegistry = PRODUCT,
+    registry: FamilyRegistry = FAMILIES,
     notify: Notify = unheard,
     **options: Any,
 ) -> SampleResult:
@@ -220,7 +220,7 @@ def export(
     dtype: str | None,
     converter: Path | None = None,
     step: int | None = None,
-    registry: FamilyRegistry = PRODUCT,
+    registry: FamilyRegistry = FAMILIES,
     notify: Notify = unheard,
 ) -> ExportResult:
     """Write the LoRA of a run in another format.

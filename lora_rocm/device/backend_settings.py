@@ -22,7 +22,7 @@ def apply(settings: Settings, device: torch.device, *, wakes_later: bool = False
     ``wakes_later``: do not read the GPU's free memory, which takes a second, because the caller will call ``wake``.
     """
     cudnn = torch.backends.cudnn
-    hipblaslt.obey(os.environ)
+    hipblaslt.prefer_rocblas_if_off(os.environ)
     cudnn.enabled = settings.miopen
     cudnn.allow_tf32 = False  # float32 means float32, above all for the VAE
     cudnn.benchmark = False  # exhaustive search takes minutes and crashes some GPUs (unsloth#11636)

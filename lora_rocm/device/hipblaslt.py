@@ -1,7 +1,7 @@
 """The library that computes matrix products on an AMD GPU: rocBLAS (torch calls it cublas) or hipBLASLt (cublaslt).
 
 The parent process sets torch's environment variables. Before torch 2.12, the value 0 was treated as unset, and unset
-means hipBLASLt on RDNA 4 (pytorch#174377). So each process also sets torch's preference (``obey``), and the self-test
+means hipBLASLt on RDNA 4 (pytorch#174377). So each process also sets torch's preference (``prefer_rocblas_if_off``), and the self-test
 reads it back.
 
 ``torch._int_mm`` and ``torch._scaled_mm`` always use hipBLASLt, regardless of the preference (FlyDSL#1073). So no
@@ -25,7 +25,7 @@ def hipblaslt_is_off(environ: Mapping[str, str]) -> bool:
     return "0" in values and "1" not in values
 
 
-def obey(environ: Mapping[str, str]) -> None:
+def prefer_rocblas_if_off(environ: Mapping[str, str]) -> None:
     """Prefer rocBLAS in this process if the variables disable hipBLASLt.
 
     This works even if the torch version ignores a 0 in them.

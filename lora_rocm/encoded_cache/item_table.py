@@ -139,7 +139,7 @@ class KeyLists:
         return pyarrow.LargeBinaryArray.from_buffers(pyarrow.large_binary(), len(self._ends) - 1, buffers)
 
 
-class Usable(Lazy[EncodeRequest]):
+class UsableSamples(Lazy[EncodeRequest]):
     """The usable samples, with their axes, crops, image hashes and the cache keys found so far.
 
     Args:
@@ -154,7 +154,9 @@ class Usable(Lazy[EncodeRequest]):
         self._num_found_N = np.zeros(len(samples), np.uint8)
 
     @classmethod
-    def unfilled(cls, samples: Samples, entries: Iterable[str] = (), axes: Mapping[str, Rows] | None = None) -> Usable:
+    def unfilled(
+        cls, samples: Samples, entries: Iterable[str] = (), axes: Mapping[str, Rows] | None = None
+    ) -> UsableSamples:
         """Return samples without keys or hashes.
 
         Args:
@@ -171,7 +173,7 @@ class Usable(Lazy[EncodeRequest]):
         return cls(samples, rows)
 
     @classmethod
-    def of_table(cls, batch: Any, sources: Sequence[ResolvedSource]) -> Usable:
+    def of_table(cls, batch: Any, sources: Sequence[ResolvedSource]) -> UsableSamples:
         """Return the samples of a table, without their keys. This is enough to encode entries again."""
         names = [name for name in batch.schema.names if name.startswith(AXIS)]
         rows: dict[str, Rows] = {name: numbers_of(batch[name]) for name in (*names, SHARE)}
@@ -193,13 +195,13 @@ class Usable(Lazy[EncodeRequest]):
         rest = [columns[name] for name in schema.names[of_samples.num_columns :]]
         return pyarrow.record_batch([*of_samples.columns, *rest], schema)
 
-    def ordered(self, indices: NDArray[np.int64]) -> Usable:
+    def ordered(self, indices: NDArray[np.int64]) -> UsableSamples:
         """Return the samples at these indices, in this order."""
-        return Usable(self.samples.at(indices), {name: rows[indices] for name, rows in self._rows.items()})
+        return UsableSamples(self.samples.at(indices), {name: rows[indices] for name, rows in self._rows.items()})
 
-    def repeated(self, repeats_N: NDArray[np.int64]) -> Usable:
+    def repeated(self, repeats_N: NDArray[np.int64]) -> UsableSamples:
         """Return the same samples with these numbers of repeats."""
-        return Usable(self.samples.repeated(repeats_N), self._rows)
+        return UsableSamples(self.samples.repeated(repeats_N), self._rows)
 
     def __len__(self) -> int:
         return len(self.samples)

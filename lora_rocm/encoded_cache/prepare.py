@@ -39,7 +39,7 @@ from lora_rocm.encoded_cache.item_table import (
     CUT_NUMBERS,
     Items,
     KeyLists,
-    Usable,
+    UsableSamples,
     axes_of,
     identity,
     samples_in,
@@ -124,7 +124,7 @@ def prepare(recipe: Recipe, family: ModelFamily, encoding: Encoding, facts: Samp
         caches.fill_texts(("", *_prompts(recipe)))
     # Give the caches all samples and captions, for repairs, and build the items.
     sources = recipe.data.resolved_sources()
-    usable = Usable.of_table(kept.batch, sources)
+    usable = UsableSamples.of_table(kept.batch, sources)
     texts = _Captions(recipe, usable, kept.num_training, encoding.report)
     caches.set_samples(usable if caches.of_images() else (), texts, _Pairs(texts) if caches.of_pairs() else ())
     training, held_out = kept.batch.slice(0, kept.num_training), kept.batch.slice(kept.num_training)
@@ -202,7 +202,7 @@ class _Ordered:
     notices: other notices.
     """
 
-    usable: Usable
+    usable: UsableSamples
     num_training: int
     num_held_out: int
     indices_N: NDArray[np.int64]
@@ -210,7 +210,7 @@ class _Ordered:
     notices: Sequence[str]
 
 
-def _ordered(usable: Usable, ready_N: NDArray[np.int64], recipe: Recipe, reader: TextReader | None) -> _Ordered:
+def _ordered(usable: UsableSamples, ready_N: NDArray[np.int64], recipe: Recipe, reader: TextReader | None) -> _Ordered:
     share, is_reg_N, repeats_N = recipe.data.validation_split, usable.samples.is_reg_N, usable.samples.repeats_N
     held_N = _held_out(usable, ready_N[~is_reg_N[ready_N]], share)
     training_N = np.setdiff1d(ready_N, held_N)
@@ -228,7 +228,7 @@ def lengths_of_texts(recipe: Recipe, reader: TextReader, samples: Samples) -> tu
 
     Lengths are in tokens, rounded up to the family's multiple. ``samples``: texts split by ``TextReader.parts``.
     """
-    usable = Usable.unfilled(samples)
+    usable = UsableSamples.unfilled(samples)
     ordered = _ordered(usable, np.arange(len(samples)), recipe, reader)
     lengths, (axis,) = Counter[int](), recipe.spec.axes
     for sample in islice(ordered.usable.samples, ordered.num_training):
@@ -242,7 +242,7 @@ def texts_in_cache(recipe: Recipe, family: ModelFamily, cache: LatentCache, samp
 
     Preview prompts count as texts. ``samples``: texts split by ``TextReader.parts``.
     """
-    usable = Usable.unfilled(samples)
+    usable = UsableSamples.unfilled(samples)
     ordered = _ordered(usable, np.arange(len(samples)), recipe, family.texts)
     caches = Caches(Encoding(cache, torch.device("cpu")), run_encoders(recipe, family))
     texts = set(_Captions(recipe, ordered.usable, ordered.num_training, ignore))
@@ -253,8 +253,8 @@ def texts_in_cache(recipe: Recipe, family: ModelFamily, cache: LatentCache, samp
 
 
 def _in_rows(
-    usable: Usable, num_training: int, recipe: Recipe, reader: TextReader | None
-) -> tuple[Usable, int, list[str]]:
+    usable: UsableSamples, num_training: int, recipe: Recipe, reader: TextReader | None
+) -> tuple[UsableSamples, int, list[str]]:
     """If ``data.packing`` is set, pack the texts of training samples into rows. A row has samples of one source.
 
     Returns:
@@ -275,7 +275,7 @@ def _in_rows(
         rows.append(sample)
     texts, into = count_text(num_training, "text"), count_text(count, "row")
     said = [f"Packed {texts} into {into} of at most {recipe.data.max_length} tokens."] if count else []
-    return Usable.unfilled(rows), count, said
+    return UsableSamples.unfilled(rows), count, said
 
 
 def _count_tokens(caches: Caches, texts: _Captions) -> None:
@@ -339,14 +339,14 @@ def _caption_keys(caches: Caches, texts: _Captions, pairs: Mapping[tuple[str, in
 
 def _cut(
     samples: Samples, data: DataSection, caches: Caches
-) -> tuple[NDArray[np.int64], Usable, list[Problem], list[str]]:
+) -> tuple[NDArray[np.int64], UsableSamples, list[Problem], list[str]]:
     """Choose the crops of all samples.
 
     Returns:
         Indices of the usable samples, the usable samples, problems of images that are too small, and notices.
     """
     if not any(encoder.entry.has_views for encoder in caches.encoders):
-        return np.arange(len(samples)), Usable.unfilled(samples), [], []
+        return np.arange(len(samples)), UsableSamples.unfilled(samples), [], []
     sized = [each for each in caches.encoders if each.entry.keeps_size and isinstance(each, ReadsCompanion)]
     columns = [f"{AXIS}{axis}" for axis in ("h", "w", *axes_of(each.entry for each in sized)[len(AXES) :])]
     indices, rows, too_small, cropped = array("q"), array("i"), list[Problem](), Cropped(data)
@@ -363,7 +363,7 @@ def _cut(
     cut_N, rows_NR = np.array(indices, np.int64), np.array(rows, np.int32).reshape(-1, CUT_NUMBERS + len(columns))
     axes = {CUT: rows_NR[:, :CUT_NUMBERS], **dict(zip(columns, rows_NR[:, CUT_NUMBERS:].T, strict=True))}
     names = [encoder.entry.name for encoder in caches.of_images()]
-    return cut_N, Usable.unfilled(samples.at(cut_N), names, axes), too_small, cropped.notices()
+    return cut_N, UsableSamples.unfilled(samples.at(cut_N), names, axes), too_small, cropped.notices()
 
 
 @dataclass(frozen=True)
@@ -374,7 +374,7 @@ class _Captions:
     """
 
     recipe: Recipe
-    usable: Usable
+    usable: UsableSamples
     num_training: int
     report: Report
 
@@ -415,7 +415,7 @@ class _Pairs(Lazy[EncodeRequest]):
         return replace(wanted, captions=captions, views=wanted.views[:1] if held_out else wanted.views)
 
 
-def _held_out(usable: Usable, ready_N: NDArray[np.int64], share: float) -> NDArray[np.int64]:
+def _held_out(usable: UsableSamples, ready_N: NDArray[np.int64], share: float) -> NDArray[np.int64]:
     """Return the sorted indices of the samples to hold out."""
     if share == 0.0:
         return ready_N[:0]
@@ -430,7 +430,7 @@ def _held_out(usable: Usable, ready_N: NDArray[np.int64], share: float) -> NDArr
     return np.array([index for index, key in zip(ready_N.tolist(), hashes, strict=True) if key in held], np.int64)
 
 
-def _notify_copies(usable: Usable, ready_N: NDArray[np.int64]) -> list[str]:
+def _notify_copies(usable: UsableSamples, ready_N: NDArray[np.int64]) -> list[str]:
     """Return a notice if several images have the same content; otherwise an empty list."""
     ready = ready_N.tolist()
     groups = groups_of(bytes.fromhex(usable.sha256(index)) for index in ready)

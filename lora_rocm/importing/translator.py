@@ -9,7 +9,7 @@ from functools import cache
 from typing import Literal, NoReturn
 
 from lora_rocm.errors import UserError
-from lora_rocm.families.registry import PRODUCT
+from lora_rocm.families.registry import FAMILIES
 from lora_rocm.importing.config_files import ConfigFiles
 from lora_rocm.importing.rows import MappingRow, TrainerTable
 from lora_rocm.importing.setting import Setting, UnreadText, Value
@@ -161,7 +161,7 @@ class Translator:
         Raises:
             UserError: always.
         """
-        names = ", ".join(PRODUCT.names)
+        names = ", ".join(FAMILIES.names)
         where = setting.where if setting is not None else ""
         said = f"{setting.key}: {setting.shown}" if setting is not None else ""
         fix = f"lora-rocm trains these families: {names}."

@@ -59,7 +59,7 @@ class WorkersFailed(Exception):
         self.seen = seen
 
 
-class Workers:
+class LoaderWorkers:
     """Reads orders with worker processes until one of them fails, and then in the main process.
 
     A run has one instance, so it never tries failed workers again.

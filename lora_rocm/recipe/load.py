@@ -19,7 +19,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from lora_rocm.errors import LoraRocmError, Problem, RecipeError
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.names import BUILTIN, name_key, usable_stem
 from lora_rocm.foundation.terminal_text import legible, quoted
 from lora_rocm.foundation.undecodable_names import NOT_TEXT, fix_of_name
@@ -152,7 +152,7 @@ def _path_fix(path: str) -> str:
     return PATH_FIX
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: FamilyRegistry = PRODUCT) -> LoadedRecipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: FamilyRegistry = FAMILIES) -> LoadedRecipe:
     """Read, merge and validate a recipe.
 
     Args:
@@ -176,7 +176,7 @@ def load_text(
     text: str,
     found: Path,
     overrides: Sequence[str] = (),
-    registry: FamilyRegistry = PRODUCT,
+    registry: FamilyRegistry = FAMILIES,
     notices: Sequence[str] = (),
 ) -> LoadedRecipe:
     """Merge and validate the text of a recipe.

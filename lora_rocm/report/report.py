@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_rocm.errors import RecipeError, StorageError
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.files import write_atomic
 from lora_rocm.foundation.json_text import object_in
@@ -99,7 +99,7 @@ class ReportData:
         return self.view.run_dir
 
 
-def write_report(run_dir: RunDir, registry: FamilyRegistry = PRODUCT) -> Path:
+def write_report(run_dir: RunDir, registry: FamilyRegistry = FAMILIES) -> Path:
     """Write the report from the run's current files, and return its path.
 
     Raises:

@@ -37,7 +37,7 @@ from lora_rocm.processes.process import (
 from lora_rocm.processes.windows_job import JobObject
 from lora_rocm.rundir.event_types import EndEvent, ErrorEvent, Event, StartEvent
 from lora_rocm.rundir.events import EventReader
-from lora_rocm.rundir.exit_status import TAIL_BYTES, died, size_of, tail_bytes
+from lora_rocm.rundir.exit_status import TAIL_BYTES, size_of, tail_bytes, worker_died_error
 from lora_rocm.rundir.layout import RunDir
 
 LOG = logging.getLogger(__name__)
@@ -299,7 +299,9 @@ def _verdict(
         if isinstance(event, ErrorEvent):  # from ``child_main``: the worker's own code was never reached
             raise with_fitting_fix(error_from_event(event), run_dir)
     advice = resume_advice(f"Run the same command with --resume latest. The whole log: {log}")
-    raise with_fitting_fix(died("The training process", returncode, tail_bytes(log, log_start), **advice), run_dir)
+    raise with_fitting_fix(
+        worker_died_error("The training process", returncode, tail_bytes(log, log_start), **advice), run_dir
+    )
 
 
 def with_fitting_fix(error: E, run_dir: RunDir) -> E:

@@ -24,7 +24,7 @@ from lora_rocm.dataset.captions.caption_length import TokenLimit
 from lora_rocm.errors import ModelError, UserError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
 from lora_rocm.families.common.latent_family import LatentFamily
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.families.spec import FamilySpec
 from lora_rocm.processes.jobs import BaseVerdict
 from lora_rocm.recipe.kinds import recipe_from
@@ -60,7 +60,7 @@ def require_usable(family: ModelFamily, recipe: Recipe) -> Base:
     return Base(files, skeletons, limits)
 
 
-def judged(path: Path, spec: FamilySpec, registry: FamilyRegistry = PRODUCT) -> BaseVerdict:
+def judged(path: Path, spec: FamilySpec, registry: FamilyRegistry = FAMILIES) -> BaseVerdict:
     """Check whether a path is a usable base of a family, in any of the family's variants."""
     found = [_of_variant(path, spec, variant, registry) for variant in _variants(spec)]
     return next((each for each in found if not each.refusal), found[0])

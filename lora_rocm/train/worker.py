@@ -25,7 +25,7 @@ from lora_rocm.device.precision import choose_device, compute_dtype, describe
 from lora_rocm.device.process_group import World, join
 from lora_rocm.device.torch_errors import settle, translated
 from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageError, resume_advice
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.files import refuse_link
 from lora_rocm.foundation.output_stream import outliving_stdout
 from lora_rocm.foundation.packages import imported, versions_of
@@ -52,7 +52,7 @@ PACKAGES = ("diffusers", "peft", "transformers", "triton", "triton-rocm", "pytor
 """Packages, in addition to torch, that a step's results depend on. Some torch wheels rename Triton."""
 
 
-def main(arguments: list[str] | None = None, registry: FamilyRegistry = PRODUCT) -> int:
+def main(arguments: list[str] | None = None, registry: FamilyRegistry = FAMILIES) -> int:
     """Lock the run directory, train, and convert every error to an event; return the exit code."""
     parser = argparse.ArgumentParser(prog="lora_rocm.train.worker")
     parser.add_argument("run_dir", type=Path)

@@ -13,7 +13,7 @@ import pytest
 
 from lora_rocm.commands.status import RunError, status, status_text
 from lora_rocm.errors import LoraRocmError, UserError
-from lora_rocm.families.registry import PRODUCT
+from lora_rocm.families.registry import FAMILIES
 from lora_rocm.foundation.files import write_json
 from lora_rocm.report.report import write_report
 from lora_rocm.rundir.events import EventWriter
@@ -351,9 +351,9 @@ def test_a_command_on_a_run_without_its_recipe_names_it(tmp_path: Path, command:
 
 
 def test_a_run_without_its_recipe(run_dir: RunDir) -> None:
-    assert open_recipe(run_dir.path, PRODUCT)[0] == run_dir
+    assert open_recipe(run_dir.path, FAMILIES)[0] == run_dir
     run_dir.recipe.unlink()
     write(run_dir, *STEPS)
     with pytest.raises(UserError, check=saying("commands/no-recipe-any-more")) as caught:
-        open_recipe(run_dir.path, PRODUCT)
+        open_recipe(run_dir.path, FAMILIES)
     assert caught.value.where == str(run_dir.recipe) and caught.value.fix

@@ -90,7 +90,7 @@ def test_a_torch_that_does_not_obey_is_noticed(library: Library, monkeypatch: py
 def test_this_torch_takes_the_preference() -> None:
     before = hipblaslt.preferred()
     assert before in ("cublas", "default")
-    hipblaslt.obey({HIPBLASLT: "0"})
+    hipblaslt.prefer_rocblas_if_off({HIPBLASLT: "0"})
     assert hipblaslt.preferred() == "cublas"
 
 

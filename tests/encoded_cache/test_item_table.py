@@ -22,7 +22,7 @@ from lora_rocm.encoded_cache.item_table import (
     CUT,
     Items,
     KeyLists,
-    Usable,
+    UsableSamples,
     check_table,
     identity,
 )
@@ -36,16 +36,16 @@ def key_of(*parts: object) -> str:
 
 
 @pytest.fixture
-def usable(tmp_path: Path, make: SimpleNamespace) -> Usable:
+def usable(tmp_path: Path, make: SimpleNamespace) -> UsableSamples:
     return usable_of(tmp_path, make, flip_aug=True)
 
 
-def usable_of(tmp_path: Path, make: SimpleNamespace, flip_aug: bool) -> Usable:
+def usable_of(tmp_path: Path, make: SimpleNamespace, flip_aug: bool) -> UsableSamples:
     for index in range(4):
         make.image(tmp_path / "data" / f"{index}.png", 96 + 32 * index, 64, seed=index, caption=f"a, {index}")
     data = make.data(path=str(tmp_path / "data"), flip_aug=flip_aug, repeats=3)
     samples = scan(data).samples.at([0, 2, 3])
-    return Usable.unfilled(samples, ["image"], axes_of([geometry_of(sample, data) for sample in samples]))
+    return UsableSamples.unfilled(samples, ["image"], axes_of([geometry_of(sample, data) for sample in samples]))
 
 
 def axes_of(cuts: Any) -> dict[str, Any]:
@@ -55,14 +55,14 @@ def axes_of(cuts: Any) -> dict[str, Any]:
 
 
 def items_of(
-    usable: Usable, places: list[int], captions: dict[str, KeyLists], entries: Any, held_out: bool = False
+    usable: UsableSamples, places: list[int], captions: dict[str, KeyLists], entries: Any, held_out: bool = False
 ) -> Items:
     lists = {f"key {name}": keys for name, keys in captions.items()}
     table = usable.ordered(np.array(places)).table(entries, lists)
     return Items(table, usable.samples.sources, entries, held_out)
 
 
-def looked_at(usable: Usable, place: int, in_tiles: bool) -> LookupResult:
+def looked_at(usable: UsableSamples, place: int, in_tiles: bool) -> LookupResult:
     entries = [
         ImageEntry(view, None, key_of(place, view.flip), key_of(place, view.flip, "tiles"), in_tiles=in_tiles)
         for view in usable[place].views
@@ -70,7 +70,7 @@ def looked_at(usable: Usable, place: int, in_tiles: bool) -> LookupResult:
     return LookupResult(hashlib.sha256(bytes([place])).hexdigest(), tuple(entries))
 
 
-def test_a_sample_is_found_again_whole(usable: Usable) -> None:
+def test_a_sample_is_found_again_whole(usable: UsableSamples) -> None:
     assert len(usable) == 3 and [wanted.sample.key for wanted in usable] == ["0.png", "2.png", "3.png"]
     assert (
         list(usable.ready) == [] and usable[2].sha256 == "" and [view.flip for view in usable[2].views] == [False, True]
@@ -83,7 +83,7 @@ def test_a_sample_is_found_again_whole(usable: Usable) -> None:
 
 
 @pytest.mark.parametrize("held_out", [False, True])
-def test_an_item_is_that_of_the_object(usable: Usable, held_out: bool) -> None:
+def test_an_item_is_that_of_the_object(usable: UsableSamples, held_out: bool) -> None:
     for place in range(3):
         usable.found(place, "image", looked_at(usable, place, in_tiles=place == 0))
     captions = KeyLists()
@@ -144,7 +144,7 @@ def test_a_source_may_have_a_batch_size(tmp_path: Path, make: SimpleNamespace, h
     for name in ("few", "many"):
         make.image(tmp_path / name / "0.png", 64, 64, caption="a")
     data = make.data(sources=[{"path": str(tmp_path / "few"), "max_batch_size": 1}, {"path": str(tmp_path / "many")}])
-    usable = Usable.unfilled(scan(data).samples)
+    usable = UsableSamples.unfilled(scan(data).samples)
     items = items_of(usable, [0, 1], {}, (), held_out)
     assert [item.batch_size for item in items] == [0 if held_out else 1, 0]
     assert outline_of(items).batch_N.tolist() == [item.batch_size for item in items]
@@ -152,7 +152,7 @@ def test_a_source_may_have_a_batch_size(tmp_path: Path, make: SimpleNamespace, h
     assert BatchPlan(items, 2, 1, 0).steps_per_epoch == (1 if held_out else 2)
 
 
-def test_an_entry_of_images_and_captions_has_a_key_for_each_pair(usable: Usable) -> None:
+def test_an_entry_of_images_and_captions_has_a_key_for_each_pair(usable: UsableSamples) -> None:
     both = EntrySpec("pair", (IMAGE, CAPTION), {})
     usable.found(0, "image", looked_at(usable, 0, in_tiles=False))
     keys = KeyLists()
@@ -164,7 +164,7 @@ def test_an_entry_of_images_and_captions_has_a_key_for_each_pair(usable: Usable)
 
 def test_samples_whose_images_are_not_read_lie_in_one_bucket(tmp_path: Path, make: SimpleNamespace) -> None:
     samples = usable_of(tmp_path, make, flip_aug=False).samples
-    usable = Usable.unfilled(samples)
+    usable = UsableSamples.unfilled(samples)
     assert list(usable.ready) == [0, 1, 2] and usable.shape(0) == ANY_SHAPE
     items = items_of(usable, [0, 2], {"text": keys_of(2)}, BOTH[1:])
     assert items[0].geometry is None and items.outline().shapes == [ANY_SHAPE] == [items[1].shape]
@@ -177,7 +177,7 @@ def keys_of(count: int) -> KeyLists:
     return keys
 
 
-def test_a_plan_makes_the_items_of_a_batch_only(usable: Usable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_makes_the_items_of_a_batch_only(usable: UsableSamples, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a million are made at every start."""
     made = list[int]()
     items, make = items_of(usable, [0, 1, 2], {"text": keys_of(3)}, BOTH), Items._made
@@ -188,10 +188,10 @@ def test_a_plan_makes_the_items_of_a_batch_only(usable: Usable, monkeypatch: pyt
     assert len(made) == 5, "a list of them is made, and that is counted"
 
 
-def test_a_table_is_the_samples_that_were_put_into_it(usable: Usable) -> None:
+def test_a_table_is_the_samples_that_were_put_into_it(usable: UsableSamples) -> None:
     for place in range(3):
         usable.found(place, "image", looked_at(usable, place, in_tiles=False))
-    again = Usable.of_table(usable.table(BOTH, {"key text": keys_of(3)}), usable.samples.sources)
+    again = UsableSamples.of_table(usable.table(BOTH, {"key text": keys_of(3)}), usable.samples.sources)
     assert list(again) == list(usable) and again.sha256(1) == hashlib.sha256(b"\1").hexdigest()
 
 
@@ -200,7 +200,7 @@ def test_axes_that_a_sample_has_are_its_shape(tmp_path: Path, make: SimpleNamesp
     samples = usable_of(tmp_path, make, flip_aug=False).samples
     columns = {"h": [64, 64, 0], "w": [96, 96, 0], "frames": [0, 5, 0], "tokens": [0, 0, 96]}
     axes = {f"axis {name}": np.array(rows, np.int32) for name, rows in columns.items()}
-    usable = Usable.unfilled(samples, axes=axes)
+    usable = UsableSamples.unfilled(samples, axes=axes)
     usable.counted(2, 64, 7)
     assert list(columns) == list(AXES)
     wanted = [SampleShape.of(h=64, w=96), SampleShape.of(h=64, w=96, frames=5), SampleShape.of(tokens=64)]
@@ -210,14 +210,14 @@ def test_axes_that_a_sample_has_are_its_shape(tmp_path: Path, make: SimpleNamesp
     assert [outline.shapes[number] for number in outline.shape_N] == [wanted[2], *wanted[:2]]
     assert [item.shape for item in items] == [wanted[2], *wanted[:2]] and outline.shapes == [wanted[2], *wanted[:2]]
     assert outline.share_N.tolist() == [item.share for item in items] == [7, 1, 1]
-    again = Usable.of_table(items.batch, samples.sources)
+    again = UsableSamples.of_table(items.batch, samples.sources)
     assert [again.shape(index) for index in range(3)] == [wanted[2], *wanted[:2]]
 
 
 MASKED = EntrySpec("text", (CAPTION,), {"mask": TensorSpec("bool", "S", Pad("S"), if_padded=True)})
 
 
-def with_lengths(usable: Usable, lengths: tuple[tuple[int, ...], ...]) -> Any:
+def with_lengths(usable: UsableSamples, lengths: tuple[tuple[int, ...], ...]) -> Any:
     """The table of all samples, with captions of these lengths."""
     column = KeyLists()
     for row in lengths:
@@ -225,7 +225,7 @@ def with_lengths(usable: Usable, lengths: tuple[tuple[int, ...], ...]) -> Any:
     return usable.table((BOTH[0], MASKED), {"key text": keys_of(3), "length text": column})
 
 
-def test_lengths_of_captions_are_in_the_table_if_their_batches_may_need_a_mask(usable: Usable) -> None:
+def test_lengths_of_captions_are_in_the_table_if_their_batches_may_need_a_mask(usable: UsableSamples) -> None:
     for place in range(3):
         usable.found(place, "image", looked_at(usable, place, in_tiles=False))
     table = with_lengths(usable, ((32, 8), (70_000, 8), (64, 8)))
@@ -240,7 +240,7 @@ def test_lengths_of_captions_are_in_the_table_if_their_batches_may_need_a_mask(u
     assert plain.outline().texts is None and plain[0].lengths == () and identity(plain) == identity(items)
 
 
-def test_a_table_without_a_length_for_each_key_is_refused(usable: Usable) -> None:
+def test_a_table_without_a_length_for_each_key_is_refused(usable: UsableSamples) -> None:
     for place in range(3):
         usable.found(place, "image", looked_at(usable, place, in_tiles=False))
     with pytest.raises(ValueError, match="lengths differ"):

@@ -20,7 +20,7 @@ from lora_rocm.base_models.safetensors_file import read_tensors
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.families.lora_file_keys import FileNames, Rows, RowsOf
-from lora_rocm.families.registry import PRODUCT
+from lora_rocm.families.registry import FAMILIES
 from lora_rocm.foundation.units import count_text
 from lora_rocm.kernels.weight_format import dense_shape
 from lora_rocm.model_files.adapter_contents import DIFFUSERS_METADATA as DIFFUSERS_METADATA
@@ -265,7 +265,7 @@ def _of_another_model(
         known: names of the file's modules that the model has.
     """
     origin = _foreign(family, unknown, shapes)
-    base = PRODUCT[family.name].title if family.name in PRODUCT else family.name
+    base = FAMILIES[family.name].title if family.name in FAMILIES else family.name
     if origin is not None:
         of_origin = min(unknown, key=lambda name: _doubt(name, origin, family))
         if own := _of_this_model(family, unknown, known, origin):
