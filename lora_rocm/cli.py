@@ -460,7 +460,7 @@ def status(output: Output, run: RunPath = None, runs_dir: RunsDir = DEFAULT_RUNS
     """Show the state of a run."""
     from lora_rocm.commands import status
     from lora_rocm.commands.newest import run_or_newest
-    from lora_rocm.supervisor.resume import open_run
+    from lora_rocm.supervisor.choose_run_dir import open_run
 
     found = status.status(open_run(run_or_newest(run, runs_dir, output)))
     return output.show(found, status.status_text(found))
@@ -518,7 +518,7 @@ def report(output: Output, run: RunPath = None, runs_dir: RunsDir = DEFAULT_RUNS
     from lora_rocm.commands.newest import run_or_newest
     from lora_rocm.commands.output import ReportResult
     from lora_rocm.report.report import write_report
-    from lora_rocm.supervisor.resume import open_run
+    from lora_rocm.supervisor.choose_run_dir import open_run
 
     written = write_report(open_run(run_or_newest(run, runs_dir, output)))
     return output.show(ReportResult(written), str(written))

@@ -145,7 +145,7 @@ FAMILY_WORDS = re.compile(
 )
 FOREIGN_NAMES = (
     *("families", "base_models.tokenizers", "recipe.peer_names", "recipe.suggest", "recipe.foreign", "importing"),
-    *("adapters.files.lora_reader", "adapters.lora_parts", "model_files"),
+    *("adapters.lora_files.lora_reader", "adapters.lora_parts", "model_files"),
 )
 """Where the words of families belong: in these, and in tables of other trainers' names and of LoRA files."""
 MAX_FAMILY_LINES = 11
@@ -549,7 +549,7 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
         bad(arrow_faults, "checks.canary", "from lora_rocm.encoded_cache.cache import LatentCache"),
         bad(family_faults, "encoded_cache.cache", "from lora_rocm.families.sdxl.family import Sdxl"),
         bad(family_faults, "families.flux", "from lora_rocm.families.sdxl.family import Sdxl"),
-        bad(family_faults, "families.common.objectives.ddpm", "from lora_rocm.families import sdxl"),
+        bad(family_faults, "families.objectives.ddpm", "from lora_rocm.families import sdxl"),
         bad(family_faults, "families.flux.spec", "from lora_rocm.families.sdxl.spec import SdxlSection"),
         bad(arrow_faults, "families.flux.spec", "from lora_rocm.families.base import Encoder"),
         bad(light_faults, "families.flux.spec", "import torch"),

@@ -281,7 +281,7 @@ def test_families_read_configs_by_type_alone() -> None:
     """No family takes a value of a config by its key: ``Config`` has a method for each type."""
     allowed = {
         "families/common/unet/detect.py",
-        "families/common/objectives/schedulers.py",
+        "families/objectives/schedulers.py",
         "families/common/dit/detect.py",
     }
     package = Path(str(dry_run.__file__)).parents[1]

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lora_rocm.adapters.files.lora_reader import TensorNumbers, read_lora
+from lora_rocm.adapters.lora_files.lora_reader import TensorNumbers, read_lora
 from lora_rocm.children.check_base import weigh
 from lora_rocm.commands.adapter_verdict import StoredNumbers
 from lora_rocm.commands.inspect_file import inspect_text

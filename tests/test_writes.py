@@ -42,7 +42,7 @@ ALLOWED = {
     ("rundir.layout", "set_name", "unlink"): OF_A_LINK,
     ("supervisor.lock", "locked", "FileLock"): LOCK,
     ("rundir.held_locks", "is_held", "FileLock"): LOCK,
-    ("supervisor.resume", "settle", "unlink"): OF_A_LINK,
+    ("supervisor.choose_run_dir", "settle", "unlink"): OF_A_LINK,
     ("rundir.recipe_file", "accept", "unlink"): OF_A_LINK,
     ("rundir.recipe_file", "withdraw", "unlink"): OF_A_LINK,
     ("supervisor.worker_process", "run_worker", "unlink"): OF_A_LINK,

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from lora_rocm.adapters import new_tokens, trained_norms
 from lora_rocm.adapters.entry import Entry, FileKind, Form
-from lora_rocm.adapters.files.key_table import KeyTable, canonical
 from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.adapters.kinds.lora_start import START
+from lora_rocm.adapters.lora_files.key_table import KeyTable, canonical
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.optim.norm_limit import NormLimit
 from lora_rocm.recipe.adapter_sections import AdapterSection

@@ -13,9 +13,9 @@ from lora_rocm.adapters import new_tokens, trained_norms
 from lora_rocm.adapters.adapter_kind import PEFT_NAME
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.entry import Entry, Notify
-from lora_rocm.adapters.files.key_table import canonical
-from lora_rocm.adapters.files.lora_reader import read_adapter, read_for_model
-from lora_rocm.adapters.files.start_file import check_start
+from lora_rocm.adapters.lora_files.key_table import canonical
+from lora_rocm.adapters.lora_files.lora_reader import read_adapter, read_for_model
+from lora_rocm.adapters.lora_files.start_file import check_start
 from lora_rocm.adapters.registry import kind_for, kind_of_file
 from lora_rocm.adapters.targets import either, sections_of, targets
 from lora_rocm.families.base import LoadedModel, ModelFamily

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lora_rocm.adapters.entry import file_error
-from lora_rocm.adapters.files.key_table import canonical, main_component
+from lora_rocm.adapters.lora_files.key_table import canonical, main_component
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 

@@ -18,14 +18,14 @@ from torch import Tensor
 from lora_rocm.adapters import new_tokens, trained_norms
 from lora_rocm.adapters.attach import inject
 from lora_rocm.adapters.base import Adapter
-from lora_rocm.adapters.files.lora_reader import read_for_model
+from lora_rocm.adapters.lora_files.lora_reader import read_for_model
 from lora_rocm.adapters.training_adapter import attach_training_adapter
 from lora_rocm.device.precision import compute_dtype
 from lora_rocm.encoded_cache.cache import LatentCache
 from lora_rocm.encoded_cache.encode_session import Encoding
 from lora_rocm.errors import AdapterError, DataError
 from lora_rocm.families.base import Drawn, LoadedModel, ModelFamily, family_for
-from lora_rocm.families.common.objectives.loss import measured
+from lora_rocm.families.objectives.loss import measured
 from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.files import write_atomic
 from lora_rocm.loader.batch import Batch

@@ -14,7 +14,7 @@ import torch
 
 from lora_rocm.adapters import new_tokens
 from lora_rocm.adapters.attach import attach_file, inject
-from lora_rocm.adapters.files.lora_reader import components_of
+from lora_rocm.adapters.lora_files.lora_reader import components_of
 from lora_rocm.children.chat import chat
 from lora_rocm.children.compare import compare
 from lora_rocm.children.conversions import convert

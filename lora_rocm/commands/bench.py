@@ -25,7 +25,7 @@ from lora_rocm.rules.environment import plan
 from lora_rocm.rules.this_machine import plan_here, situation_here
 from lora_rocm.rundir.event_types import Event, LinkEvent, MachineEvent, StartEvent, StepEvent
 from lora_rocm.rundir.events import current_steps, read_events
-from lora_rocm.supervisor import resume, worker_process
+from lora_rocm.supervisor import choose_run_dir, worker_process
 
 WARM_UP = 20
 """Number of steps before those that are timed. In them, kernels are compiled and common shapes captured as graphs."""
@@ -156,9 +156,9 @@ def step(
     stream = (output or Output(OutputMode.QUIET)).stream
     with temporary_folder() as folder:
         loaded = _short_run(recipe_path, overrides, steps, folder / "cache" if random_weights else None)
-        chosen = resume.choose(loaded, folder / "run", None)
+        chosen = choose_run_dir.choose(loaded, folder / "run", None)
         run = chosen.run_dir.create()
-        resume.settle(chosen, loaded, accept_changes=False)
+        choose_run_dir.settle(chosen, loaded, accept_changes=False)
         env = plan_here(loaded.recipe).applied_to(os.environ)
         with make_progress(stream) as progress:
             code = worker_process.run_worker(

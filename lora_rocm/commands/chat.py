@@ -32,7 +32,7 @@ from lora_rocm.rundir.event_types import AnsweredEvent, Event, NoticeEvent, Read
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.made_from import is_of_another_step, newest_lora
 from lora_rocm.rundir.whole_files import require_whole, require_whole_named
-from lora_rocm.supervisor.resume import holds_run
+from lora_rocm.supervisor.choose_run_dir import holds_run
 from lora_rocm.supervisor.run_recipe import recipe_of_run
 
 SIDES = {"both": ("base", "adapter"), "base": ("base",), "adapter": ("adapter",)}

@@ -18,7 +18,7 @@ from lora_rocm.recipe.trigger import filled_in
 from lora_rocm.report.comparison import Compared, comparison_page, verdict
 from lora_rocm.rundir.event_types import ComparedEvent, Event, NoticeEvent
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor.resume import open_recipe
+from lora_rocm.supervisor.choose_run_dir import open_recipe
 
 
 @dataclass(frozen=True)

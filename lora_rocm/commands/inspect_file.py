@@ -20,7 +20,6 @@ from lora_rocm.foundation.units import count_text, number_text, size_text
 from lora_rocm.model_files.adapter_contents import as_number
 from lora_rocm.model_files.adapter_sizes import alphas_of, ranks_of
 from lora_rocm.model_files.adapter_spellings import any_rewritten, standard_names
-from lora_rocm.model_files.adapters import families_with, foreign_name, kind_of, origin_of
 from lora_rocm.model_files.component_folder import COMPONENT_CONFIG, weight_files
 from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, read_config
 from lora_rocm.model_files.header import TensorFileHeader, read_header, refuse_gguf
@@ -38,6 +37,7 @@ from lora_rocm.model_files.models import (
 )
 from lora_rocm.model_files.peft_folder import PEFT_CONFIG, PEFT_WEIGHTS, peft_folders
 from lora_rocm.model_files.readers import PROGRAMS, readers_of_file, spelling_of
+from lora_rocm.model_files.recognise_adapter import families_with, foreign_name, kind_of, origin_of
 from lora_rocm.model_files.storage_formats import (
     SCALED,
     quantised_error,

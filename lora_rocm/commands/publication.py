@@ -27,7 +27,7 @@ from lora_rocm.rundir.made_from import newest_lora, stale_exports
 from lora_rocm.rundir.results import LORA_FORMS, is_whole, wrong_exports
 from lora_rocm.rundir.run_view import RunView
 from lora_rocm.rundir.whole_files import fault_of_lora, remedy
-from lora_rocm.supervisor.resume import holds_run
+from lora_rocm.supervisor.choose_run_dir import holds_run
 from lora_rocm.supervisor.run_recipe import recipe_of_run
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)

@@ -11,7 +11,7 @@ from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.recipe.standard_input import STANDARD_INPUT
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor.resume import owner_of
+from lora_rocm.supervisor.choose_run_dir import owner_of
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from lora_rocm.rundir.event_types import DrawnEvent, Event, ExportEvent, NoticeE
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.made_from import Made, record_export, stale_exports
 from lora_rocm.rundir.remains import discard_abandoned
-from lora_rocm.supervisor.resume import holds_run, open_recipe
+from lora_rocm.supervisor.choose_run_dir import holds_run, open_recipe
 
 FOLDER_FORMS = ("peft", MERGED)
 GGUF_SUFFIX, SAFETENSORS_SUFFIXES = ".gguf", (".safetensors", ".sft")

@@ -15,7 +15,7 @@ from lora_rocm.dataset.images.image_io import UnreadableImage, cut, decode
 from lora_rocm.dataset.images.views import ImageView
 from lora_rocm.encoded_cache.companion import CompanionWanted
 from lora_rocm.encoded_cache.image_preprocess import EncodeRequest, pixels_of
-from lora_rocm.families.common.objectives.base import CONTROL_LATENTS, MEAN
+from lora_rocm.families.objectives.base import CONTROL_LATENTS, MEAN
 
 if TYPE_CHECKING:
     from PIL import Image

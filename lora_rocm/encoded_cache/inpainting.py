@@ -24,7 +24,7 @@ from lora_rocm.dataset.images.views import ImageView
 from lora_rocm.dataset.rows.hf_datasets import DatasetRow
 from lora_rocm.encoded_cache.image_preprocess import EncodeRequest, hash_of
 from lora_rocm.encoded_cache.masks import MaskWanted, mask_place
-from lora_rocm.families.common.objectives.base import HIDDEN_MASK, MEAN, SEEN_LATENTS
+from lora_rocm.families.objectives.base import HIDDEN_MASK, MEAN, SEEN_LATENTS
 from lora_rocm.foundation.seeds import fraction
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from lora_rocm.dataset.images.image_io import UnreadableImage
 from lora_rocm.dataset.images.views import ImageView
 from lora_rocm.encoded_cache.companion import CompanionWanted
 from lora_rocm.encoded_cache.image_preprocess import EncodeRequest
-from lora_rocm.families.common.objectives.loss import LOSS_MASK, LOSS_WEIGHTS
+from lora_rocm.families.objectives.loss import LOSS_MASK, LOSS_WEIGHTS
 
 if TYPE_CHECKING:
     from PIL import Image

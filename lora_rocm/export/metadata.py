@@ -13,7 +13,7 @@ from typing import Any
 
 from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.families.base import ModelFamily
-from lora_rocm.families.common.objectives.flow import FlowObjective
+from lora_rocm.families.objectives.flow import FlowObjective
 from lora_rocm.recipe.schema import Recipe
 
 SPEC_VERSION = "1.0.1"

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.entry import Entry, Form
-from lora_rocm.adapters.files.key_table import COMFYUI, SD_SCRIPTS, TEXT_LEVEL
-from lora_rocm.adapters.files.lora_reader import DIFFUSERS_METADATA, DORA_NORM, PEFT_PREFIX
 from lora_rocm.adapters.kinds.lora_entry import LoraEntry, with_one_alpha
+from lora_rocm.adapters.lora_files.key_table import COMFYUI, SD_SCRIPTS, TEXT_LEVEL
+from lora_rocm.adapters.lora_files.lora_reader import DIFFUSERS_METADATA, DORA_NORM, PEFT_PREFIX
 from lora_rocm.adapters.new_tokens import NAME, TOKEN_FIELD
 from lora_rocm.base_models.hub import resembles_id
 from lora_rocm.device.precision import FLOATS

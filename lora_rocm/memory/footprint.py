@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_leaves
 from lora_rocm import __version__
 from lora_rocm.adapters.attach import inject_on_meta
 from lora_rocm.adapters.base import Adapter
-from lora_rocm.adapters.files.lora_reader import files_of
 from lora_rocm.adapters.flat_params import FlatWeights
+from lora_rocm.adapters.lora_files.lora_reader import files_of
 from lora_rocm.adapters.registry import kind_for
 from lora_rocm.adapters.targets import sections_of
 from lora_rocm.adapters.training_adapter import attach_training_adapter
@@ -44,8 +44,8 @@ from lora_rocm.device.precision import FLOATS
 from lora_rocm.errors import StorageError
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
 from lora_rocm.families.common.block_inputs import movable, tensors_in
-from lora_rocm.families.common.objectives.loss import losses
 from lora_rocm.families.common.recompute import Recomputing
+from lora_rocm.families.objectives.loss import losses
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.foundation.files import write_json
 from lora_rocm.hardware.settings import Settings
@@ -53,7 +53,7 @@ from lora_rocm.kernels.backend import available, implementation_for, kernels_see
 from lora_rocm.kernels.weight_format import PackedLinear, dense_shape, pack, use_implementation
 from lora_rocm.memory.op_counter import Ledger, Tally, difference, fused_attention
 from lora_rocm.optim.base import AVERAGE_ITEMSIZE
-from lora_rocm.optim.factory import rule_of
+from lora_rocm.optim.registry import rule_of
 from lora_rocm.optim.update_rule import ParameterGroup, Scalars
 from lora_rocm.planning.step_plan import Block, Footprint, MemoryPeak, Rates, SampleCost, SmallerAdapter
 from lora_rocm.recipe.optim_sections import OptimSection

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from lora_rocm.foundation.tables import read_table
 from lora_rocm.model_files.adapter_sizes import alphas_of, ranks_of
-from lora_rocm.model_files.adapters import kind_of
 from lora_rocm.model_files.header import TensorFileHeader
+from lora_rocm.model_files.recognise_adapter import kind_of
 
 UNKNOWN = "not known"
 ANY, PLAIN = "any", "LoRA"

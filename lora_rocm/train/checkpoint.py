@@ -26,7 +26,7 @@ from lora_rocm.adapters.base import Adapter
 from lora_rocm.errors import LoraRocmError, ResumeError, StorageError, storage_error
 from lora_rocm.foundation.files import fsync_folder, is_folder, make_folder, remove, rename, write_through
 from lora_rocm.foundation.units import count_text
-from lora_rocm.optim.factory import rule_of
+from lora_rocm.optim.registry import rule_of
 from lora_rocm.optim.update_rule import shown_weights
 from lora_rocm.recipe.optim_sections import OptimSection
 from lora_rocm.rundir.checkpoint_record import (

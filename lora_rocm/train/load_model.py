@@ -12,7 +12,7 @@ from torch import nn
 
 from lora_rocm.adapters.attach import inject
 from lora_rocm.adapters.base import Adapter
-from lora_rocm.adapters.files.key_table import SD_SCRIPTS
+from lora_rocm.adapters.lora_files.key_table import SD_SCRIPTS
 from lora_rocm.adapters.training_adapter import NAME as TRAINING_ADAPTER
 from lora_rocm.adapters.training_adapter import TrainingAdapter, attach_training_adapter
 from lora_rocm.checks import kernel_check

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lora_rocm.adapters import new_tokens, trained_norms
 from lora_rocm.adapters.attach import inject_on_meta, start_entries
-from lora_rocm.adapters.files.lora_reader import files_of
+from lora_rocm.adapters.lora_files.lora_reader import files_of
 from lora_rocm.adapters.training_adapter import attach_training_adapter
 from lora_rocm.base_models.random_weights import RandomSource
 from lora_rocm.base_models.small_tensors import require_finite

@@ -125,7 +125,7 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
     # Heavy imports, only once the lock is held and errors can be recorded
     from lora_rocm.checks.attention_routes import checked_attention
     from lora_rocm.families.base import family_for
-    from lora_rocm.train import pipeline
+    from lora_rocm.train import pipeline, resume
     from lora_rocm.train.context import StartContext
 
     family_for(recipe)
@@ -140,7 +140,7 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
         # Before the first encoder computes with it
         settings = checked_attention(settings, device, (dtype, torch.float32), session.context)
         world = join(me, device, session.context.beat)
-        checkpoint = pipeline.find_checkpoint(session, options.checkpoint)
+        checkpoint = resume.find_checkpoint(session, options.checkpoint)
     session.emit(
         StartEvent(
             pid=os.getpid(),

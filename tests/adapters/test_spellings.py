@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lora_rocm.adapters.files.key_table import KeyTable, adaptable, canonical, main_component
-from lora_rocm.adapters.files.lora_reader import components_of, read_lora
+from lora_rocm.adapters.lora_files.key_table import KeyTable, adaptable, canonical, main_component
+from lora_rocm.adapters.lora_files.lora_reader import components_of, read_lora
 from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.commands.inspect_file import inspect
 from lora_rocm.errors import AdapterError

@@ -18,8 +18,8 @@ from lora_rocm.base_models import meta_components as room
 from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.encoded_cache.encode_session import plain_placement
 from lora_rocm.errors import ModelError
-from lora_rocm.families.common.objectives.loss import losses
 from lora_rocm.families.common.unet import detect
+from lora_rocm.families.objectives.loss import losses
 from lora_rocm.families.registry import FAMILIES
 from lora_rocm.families.sdxl.family import EXPECTED, LAYOUT, Sdxl
 from lora_rocm.rundir.layout import RunDir

@@ -22,7 +22,7 @@ from lora_rocm.errors import LoraRocmError
 from lora_rocm.families.registry import FAMILIES
 from lora_rocm.model_files.header import read_header
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor.resume import open_recipe
+from lora_rocm.supervisor.choose_run_dir import open_recipe
 from tests.commands.published_run import (
     SECRET_CAPTION,
     SECRET_FOLDER,

@@ -19,8 +19,8 @@ from lora_rocm.report.report import write_report
 from lora_rocm.rundir.events import EventWriter
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.results import FileDigest
+from lora_rocm.supervisor.choose_run_dir import open_recipe, open_run
 from lora_rocm.supervisor.lock import locked
-from lora_rocm.supervisor.resume import open_recipe, open_run
 from lora_rocm.train.checkpoint import read_checkpoint
 from tests.command_line import command_line
 from tests.supervisor.fake_run import (

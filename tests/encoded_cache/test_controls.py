@@ -17,7 +17,7 @@ from lora_rocm.encoded_cache.controls import CONTROL_ENTRY, control_encoders
 from lora_rocm.encoded_cache.encode_session import Encoding
 from lora_rocm.encoded_cache.prepare import Prepared, prepare
 from lora_rocm.errors import DataError
-from lora_rocm.families.common.objectives.base import CONTROL_LATENTS, MEAN
+from lora_rocm.families.objectives.base import CONTROL_LATENTS, MEAN
 from lora_rocm.loader.batches import BatchPlan, loader, open_workers
 from lora_rocm.recipe.process_sections import RuntimeSection
 from tests.fake_encoders import FakeEncoder, FakeFamily

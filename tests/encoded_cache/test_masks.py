@@ -19,7 +19,7 @@ from lora_rocm.encoded_cache.encode_session import Encoding
 from lora_rocm.encoded_cache.masks import MASK_ENTRY, mask_encoder
 from lora_rocm.encoded_cache.prepare import Prepared, prepare
 from lora_rocm.errors import DataError
-from lora_rocm.families.common.objectives.loss import LOSS_MASK, LOSS_WEIGHTS
+from lora_rocm.families.objectives.loss import LOSS_MASK, LOSS_WEIGHTS
 from lora_rocm.loader.batch import Batch
 from lora_rocm.loader.batches import loader, open_workers
 from lora_rocm.recipe.process_sections import RuntimeSection

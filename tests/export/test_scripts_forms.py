@@ -13,9 +13,9 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 
-from lora_rocm.adapters.adapter_files import loaded_entry
-from lora_rocm.adapters.files.key_table import canonical
-from lora_rocm.adapters.files.lora_reader import read_lora
+from lora_rocm.adapters.adapter_to_entries import loaded_entry
+from lora_rocm.adapters.lora_files.key_table import canonical
+from lora_rocm.adapters.lora_files.lora_reader import read_lora
 from lora_rocm.commands.inspect_file import inspect
 from lora_rocm.export import writers
 from lora_rocm.export.metadata import RunFacts

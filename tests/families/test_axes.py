@@ -18,7 +18,7 @@ from lora_rocm.encoded_cache.encode_session import Encoding
 from lora_rocm.encoded_cache.prepare import Prepared, prepare
 from lora_rocm.errors import RecipeError
 from lora_rocm.families.base import PreviewRequest, family_for
-from lora_rocm.families.common.objectives.base import CONTROL_LATENTS
+from lora_rocm.families.objectives.base import CONTROL_LATENTS
 from lora_rocm.memory.footprint import largest_of
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.rundir.layout import RunDir

@@ -16,7 +16,7 @@ import torch
 from peft.utils.other import get_pattern_key
 from safetensors.torch import save_file
 
-from lora_rocm.adapters.files.lora_reader import components_of, read_lora
+from lora_rocm.adapters.lora_files.lora_reader import components_of, read_lora
 from lora_rocm.base_models.loading import builtin_folder, resolve
 from lora_rocm.base_models.safetensors_file import digest, read_tensors
 from lora_rocm.cache_store.entry_file import CacheEntryBad, check_bytes, read_entry

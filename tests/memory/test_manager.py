@@ -17,9 +17,9 @@ from lora_rocm.device.placement.offloaded import Offload
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import UserError
 from lora_rocm.families.base import LoadedModel, family_for
-from lora_rocm.families.common.objectives.base import Draws, Prediction
-from lora_rocm.families.common.objectives.loss import losses
 from lora_rocm.families.common.recompute import Run
+from lora_rocm.families.objectives.base import Draws, Prediction
+from lora_rocm.families.objectives.loss import losses
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.memory import manager as memory_module
 from lora_rocm.memory.footprint import count

@@ -15,7 +15,6 @@ from accelerate import init_empty_weights
 
 from lora_rocm.families.registry import FAMILIES, RESERVED
 from lora_rocm.model_files import models
-from lora_rocm.model_files.adapters import foreign_name, origin_of
 from lora_rocm.model_files.models import (
     OTHER,
     PARTS,
@@ -26,6 +25,7 @@ from lora_rocm.model_files.models import (
     models_in,
     pipeline_of,
 )
+from lora_rocm.model_files.recognise_adapter import foreign_name, origin_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")  # diffusers' own
 ENCODER_BLOCKS: dict[str, Any] = {

@@ -16,7 +16,7 @@ from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.device import allocator
 from lora_rocm.device.allocator import NO_LIMIT, LimitFollower, limit_now, room_bytes
 from lora_rocm.families.base import LoadedModel
-from lora_rocm.families.common.objectives.base import Prediction
+from lora_rocm.families.objectives.base import Prediction
 from lora_rocm.hardware.memory_budget import GIB
 from lora_rocm.memory import manager, oom_recovery
 from lora_rocm.planning.step_choice import choose

@@ -20,7 +20,7 @@ from lora_rocm.errors import ResumeError
 from lora_rocm.export.verify import Verification
 from lora_rocm.families.registry import FAMILIES
 from lora_rocm.optim import schedule_free
-from lora_rocm.optim.factory import RULES, rule_of
+from lora_rocm.optim.registry import RULES, rule_of
 from lora_rocm.optim.update_rule import UpdateRule, shown_weights
 from lora_rocm.processes.jobs import ExportJob
 from lora_rocm.recipe.optim_sections import OPTIMIZERS, AdamwSection, ScheduleFreeSection

@@ -16,13 +16,13 @@ from peft import LoraConfig, PeftConfig
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from lora_rocm.adapters.adapter_files import plain_number
 from lora_rocm.adapters.adapter_kind import PEFT_NAME
+from lora_rocm.adapters.adapter_to_entries import plain_number
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.entry import Form
-from lora_rocm.adapters.files.key_table import COMFYUI, SD_SCRIPTS, adaptable, canonical
 from lora_rocm.adapters.kinds.lora_entry import LORA, LoraEntry
 from lora_rocm.adapters.kinds.lora_start import START, attach_start, cast_start, factors, fill_start, less_start
+from lora_rocm.adapters.lora_files.key_table import COMFYUI, SD_SCRIPTS, adaptable, canonical
 from lora_rocm.adapters.targets import either
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily

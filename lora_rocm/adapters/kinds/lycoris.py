@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lora_rocm.adapters.adapter_kind import PEFT_NAME
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.entry import Entry, FileModule
-from lora_rocm.adapters.files.key_table import adaptable, canonical
+from lora_rocm.adapters.lora_files.key_table import adaptable, canonical
 from lora_rocm.adapters.targets import either
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.kernels.adapter_dropout import AdapterDropout

@@ -51,12 +51,12 @@ from lora_rocm.families.causal_lm.spec import TOKENS_MULTIPLE, LanguageSection
 from lora_rocm.families.common.caption_encoder import CaptionEncoder, EncodeCaption
 from lora_rocm.families.common.caption_lm import tokenizer_of
 from lora_rocm.families.common.component_check import check_component
-from lora_rocm.families.common.objectives.base import Prediction
-from lora_rocm.families.common.objectives.loss import LOSS_MASK
 from lora_rocm.families.common.recompute import Recomputing, evaluating
 from lora_rocm.families.common.tokenizers import digest, unreadable
 from lora_rocm.families.common.wrong_family import recognised_file, recognised_folder, wrong_family
-from lora_rocm.families.lora_file_keys import FileNames
+from lora_rocm.families.file_names import FileNames
+from lora_rocm.families.objectives.base import Prediction
+from lora_rocm.families.objectives.loss import LOSS_MASK
 from lora_rocm.foundation.names import BUILTIN
 from lora_rocm.kernels.backend import implementation_for
 from lora_rocm.kernels.quantised import quantised

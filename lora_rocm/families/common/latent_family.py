@@ -25,9 +25,9 @@ from lora_rocm.cache_store.hash_memory import WEIGHTS_MEMORY, HashMemory
 from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
-from lora_rocm.families.common.objectives.base import CONTROL_LATENTS, HIDDEN_MASK, MEAN, SEEN_LATENTS, STD, LatentSpace
 from lora_rocm.families.common.vae import pixels_per_latent
-from lora_rocm.families.lora_file_keys import FileNames
+from lora_rocm.families.file_names import FileNames
+from lora_rocm.families.objectives.base import CONTROL_LATENTS, HIDDEN_MASK, MEAN, SEEN_LATENTS, STD, LatentSpace
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
 from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN

@@ -25,7 +25,7 @@ from lora_rocm.device.backend_settings import plain_attention
 from lora_rocm.device.placement.base import Placement
 from lora_rocm.errors import DataError
 from lora_rocm.families.base import Encode, Inputs, Tensors
-from lora_rocm.families.common.objectives.base import MEAN, STD, LatentSpace
+from lora_rocm.families.objectives.base import MEAN, STD, LatentSpace
 from lora_rocm.foundation.bounded_read import read_plain
 
 OLD_ATTENTION = {".query.": ".to_q.", ".key.": ".to_k.", ".value.": ".to_v.", ".proj_attn.": ".to_out.0."}

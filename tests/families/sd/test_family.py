@@ -19,7 +19,7 @@ from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.encoded_cache.encode_session import plain_placement
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import PreviewRequest, family_for
-from lora_rocm.families.common.objectives.loss import losses
+from lora_rocm.families.objectives.loss import losses
 from lora_rocm.families.sd.family import LAYOUT_SD2, LAYOUT_SD15, TELLING_BIAS, Sd2, Sd15
 from tests.tiny_models import SHALLOW, drawn_by, scheduler_config, tiny_recipe, write_tiny_sdxl
 from tests.tiny_sd import SHALLOW_SD, WIDTH, Version, tiny_sd, write_sd_configs, write_single_sd, write_tiny_sd

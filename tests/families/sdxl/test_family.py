@@ -14,7 +14,7 @@ from torch import Tensor
 from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.encoded_cache.encode_session import plain_placement
 from lora_rocm.families.base import LoadedModel, family_for
-from lora_rocm.families.common.objectives.loss import losses
+from lora_rocm.families.objectives.loss import losses
 from lora_rocm.families.sdxl.family import Sdxl
 from tests.tiny_models import scheduler_config, tiny_recipe, write_tiny_sdxl
 

@@ -21,7 +21,7 @@ from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.encoded_cache.controls import control_latents
 from lora_rocm.encoded_cache.image_preprocess import pixels_of
 from lora_rocm.families.base import Encoder, Inputs, LoadedModel, PreviewRequest, Tensors
-from lora_rocm.families.common.objectives.base import MEAN
+from lora_rocm.families.objectives.base import MEAN
 from tests.families.toys.base import ToyEncoder
 from tests.families.toys.flux_like import CHANNELS, STRIDE_PX, FluxLike, packed, places
 

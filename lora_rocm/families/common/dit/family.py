@@ -21,11 +21,11 @@ from lora_rocm.families.common.caption_lm import DTYPE
 from lora_rocm.families.common.dit import detect
 from lora_rocm.families.common.dit.sampling import sample_images
 from lora_rocm.families.common.latent_family import LatentFamily
-from lora_rocm.families.common.objectives import schedulers
-from lora_rocm.families.common.objectives.base import Prediction
-from lora_rocm.families.common.objectives.flow import FlowObjective
 from lora_rocm.families.common.recompute import Recomputing
-from lora_rocm.families.lora_file_keys import FileNames
+from lora_rocm.families.file_names import FileNames
+from lora_rocm.families.objectives import schedulers
+from lora_rocm.families.objectives.base import Prediction
+from lora_rocm.families.objectives.flow import FlowObjective
 from lora_rocm.families.spec import TransformerSection
 from lora_rocm.kernels.backend import Implementation, implementation_for
 from lora_rocm.kernels.quantised import quantised

@@ -19,14 +19,14 @@ from lora_rocm.dataset.captions.caption_length import TokenLimit
 from lora_rocm.families.base import Encoder, LoadedModel, PreviewRequest, Tensors
 from lora_rocm.families.common import clip
 from lora_rocm.families.common.latent_family import LatentFamily
-from lora_rocm.families.common.objectives import schedulers
-from lora_rocm.families.common.objectives.base import SEEN_LATENTS, Prediction
-from lora_rocm.families.common.objectives.ddpm import DdpmObjective, DdpmSettings, check_weighting
 from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.families.common.unet import detect, fused_unet, inpainting, lora_file_keys
 from lora_rocm.families.common.unet.sampling import sample_images
 from lora_rocm.families.common.vae import VaeEncoder
-from lora_rocm.families.lora_file_keys import FileNames, Rows
+from lora_rocm.families.file_names import FileNames, Rows
+from lora_rocm.families.objectives import schedulers
+from lora_rocm.families.objectives.base import SEEN_LATENTS, Prediction
+from lora_rocm.families.objectives.ddpm import DdpmObjective, DdpmSettings, check_weighting
 from lora_rocm.families.spec import CheckpointSection
 from lora_rocm.kernels.backend import implementation_for
 

@@ -22,8 +22,8 @@ from lora_rocm.dataset.images.image_io import cut, decode
 from lora_rocm.dataset.images.preview_images import MISFIT_FIX, misfit
 from lora_rocm.errors import DataError, ModelError
 from lora_rocm.families.base import PreviewRequest
-from lora_rocm.families.common.objectives.base import HIDDEN_MASK
 from lora_rocm.families.common.vae import read_image
+from lora_rocm.families.objectives.base import HIDDEN_MASK
 from lora_rocm.model_files.config_file import Config
 from lora_rocm.recipe.sample_section import SampleSection
 from lora_rocm.recipe.yaml_tree import dotted

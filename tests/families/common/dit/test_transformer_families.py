@@ -17,8 +17,8 @@ from diffusers.image_processor import VaeImageProcessor
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lora_rocm.adapters.files.key_table import KeyTable
-from lora_rocm.adapters.files.lora_reader import components_of, read_lora
+from lora_rocm.adapters.lora_files.key_table import KeyTable
+from lora_rocm.adapters.lora_files.lora_reader import components_of, read_lora
 from lora_rocm.adapters.targets import targets
 from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.children.check_base import weigh
@@ -32,8 +32,8 @@ from lora_rocm.export.writers import kohya_tensors, verify, write
 from lora_rocm.families.base import LoadedModel, PreviewRequest
 from lora_rocm.families.common.caption_lm import STATES
 from lora_rocm.families.common.dit.sampling import denoised
-from lora_rocm.families.common.objectives.loss import losses
 from lora_rocm.families.common.vae import decode
+from lora_rocm.families.objectives.loss import losses
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import dense_weight, is_packed
 from lora_rocm.planning.format_errors import format_errors

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from lora_rocm.errors import ModelError
-from lora_rocm.families.common.objectives import ddpm
-from lora_rocm.families.common.objectives.base import LatentSpace
-from lora_rocm.families.common.objectives.ddpm import DdpmObjective, check_weighting
-from lora_rocm.families.common.objectives.denoising import Levels, huber_threshold
-from lora_rocm.families.common.objectives.flow import FlowObjective, shifted
-from lora_rocm.families.common.objectives.loss import reduced
-from lora_rocm.families.common.objectives.loss_weights import level_weight
+from lora_rocm.families.objectives import ddpm
+from lora_rocm.families.objectives.base import LatentSpace
+from lora_rocm.families.objectives.ddpm import DdpmObjective, check_weighting
+from lora_rocm.families.objectives.denoising import Levels, huber_threshold
+from lora_rocm.families.objectives.flow import FlowObjective, shifted
+from lora_rocm.families.objectives.loss import reduced
+from lora_rocm.families.objectives.loss_weights import level_weight
 from lora_rocm.recipe.sections import DdpmSection, FlowSection
 from tests.tiny_models import scheduler_config
 from tests.wording import Worded, saying, worded

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from lora_rocm.families.common.objectives.base import MEAN, Distance, LatentSpace, Prediction, normal, over, squared
+from lora_rocm.families.objectives.base import MEAN, Distance, LatentSpace, Prediction, normal, over, squared
 from lora_rocm.recipe.sections import NUM_TIMESTEPS, DenoisingSection
 
 Settings = TypeVar("Settings", bound=DenoisingSection)

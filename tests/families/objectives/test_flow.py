@@ -11,8 +11,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor
 
-from lora_rocm.families.common.objectives.base import LatentSpace
-from lora_rocm.families.common.objectives.flow import FlowObjective, shift_of_resolution, shifted
+from lora_rocm.families.objectives.base import LatentSpace
+from lora_rocm.families.objectives.flow import FlowObjective, shift_of_resolution, shifted
 from lora_rocm.recipe.sections import FlowSection
 
 SPACE = LatentSpace(torch.tensor([0.25, -0.5]), torch.tensor([2.0, 0.5]))

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.errors import ModelError
-from lora_rocm.families.common.objectives.flow import shift_of_resolution
+from lora_rocm.families.objectives.flow import shift_of_resolution
 from lora_rocm.foundation.tables import read_table
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, read_config

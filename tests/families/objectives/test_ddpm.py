@@ -9,8 +9,8 @@ from diffusers.training_utils import compute_snr
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_rocm.families.common.objectives import ddpm, loss_weights
-from lora_rocm.families.common.objectives.base import LatentSpace, generators, normal
+from lora_rocm.families.objectives import ddpm, loss_weights
+from lora_rocm.families.objectives.base import LatentSpace, generators, normal
 from tests.tiny_models import scheduler_config
 
 SEEDS = st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=4)

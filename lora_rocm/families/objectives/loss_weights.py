@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lora_rocm.families.common.objectives.ddpm import MAX_SNR
+from lora_rocm.families.objectives.ddpm import MAX_SNR
 from lora_rocm.recipe.sections import DdpmSection
 
 

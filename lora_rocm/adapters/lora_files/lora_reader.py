@@ -14,12 +14,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from lora_rocm.adapters.entry import Entry, FileKind, FileModule, Notify, file_error
-from lora_rocm.adapters.files.key_table import KeyTable, adaptable, canonical, main_component
+from lora_rocm.adapters.lora_files.key_table import KeyTable, adaptable, canonical, main_component
 from lora_rocm.adapters.registry import file_kind
 from lora_rocm.base_models.safetensors_file import read_tensors
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
-from lora_rocm.families.lora_file_keys import FileNames, Rows, RowsOf
+from lora_rocm.families.file_names import FileNames, Rows, RowsOf
 from lora_rocm.families.registry import FAMILIES
 from lora_rocm.foundation.units import count_text
 from lora_rocm.kernels.weight_format import dense_shape
@@ -28,10 +28,10 @@ from lora_rocm.model_files.adapter_contents import DORA_NORM as DORA_NORM
 from lora_rocm.model_files.adapter_contents import NOT_UNDERSTOOD, Contents, contents_of, not_understood
 from lora_rocm.model_files.adapter_spellings import PEFT_PREFIX as PEFT_PREFIX
 from lora_rocm.model_files.adapter_spellings import NamedModule, plain, split
-from lora_rocm.model_files.adapters import Origin, origin_of
 from lora_rocm.model_files.header import TensorFileHeader, read_header, refuse_pickle
 from lora_rocm.model_files.models import Shapes
 from lora_rocm.model_files.peft_folder import PEFT_WEIGHTS, peft_folders, read_peft_config
+from lora_rocm.model_files.recognise_adapter import Origin, origin_of
 
 
 class TensorNumbers:

@@ -13,7 +13,7 @@ from lora_rocm.foundation.files import write_json
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe
 from lora_rocm.rundir import recipe_file, result_file
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor import resume
+from lora_rocm.supervisor import choose_run_dir
 from tests.supervisor.fake_run import RECIPE
 from tests.wording import saying
 
@@ -30,9 +30,9 @@ def changed(*overrides: str) -> LoadedRecipe:
 
 
 def made(loaded: LoadedRecipe, path: Path) -> RunDir:
-    chosen = resume.choose(loaded, path, None)
+    chosen = choose_run_dir.choose(loaded, path, None)
     chosen.run_dir.create()
-    assert resume.settle(chosen, loaded, accept_changes=False)
+    assert choose_run_dir.settle(chosen, loaded, accept_changes=False)
     return chosen.run_dir
 
 
@@ -43,7 +43,7 @@ def trained(run_dir: RunDir) -> RunDir:
 
 
 def again(loaded: LoadedRecipe, run_dir: RunDir, accept_changes: bool = False) -> bool:
-    return resume.settle(resume.choose(loaded, run_dir.path, "latest"), loaded, accept_changes)
+    return choose_run_dir.settle(choose_run_dir.choose(loaded, run_dir.path, "latest"), loaded, accept_changes)
 
 
 def snapshot(run_dir: RunDir) -> dict[str, bytes]:
@@ -51,10 +51,10 @@ def snapshot(run_dir: RunDir) -> dict[str, bytes]:
 
 
 def test_default_directory_is_unique(loaded: LoadedRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume.time, "strftime", lambda form: "20250102-030405")
+    monkeypatch.setattr(choose_run_dir.time, "strftime", lambda form: "20250102-030405")
     names = []
     for _ in range(3):
-        chosen = resume.choose(loaded, None, None)
+        chosen = choose_run_dir.choose(loaded, None, None)
         chosen.run_dir.create()
         names.append(chosen.run_dir.path.name)
     assert names == ["my-20250102-030405", "my-20250102-030405-2", "my-20250102-030405-3"]
@@ -62,23 +62,23 @@ def test_default_directory_is_unique(loaded: LoadedRecipe, monkeypatch: pytest.M
 
 
 def test_latest_is_the_newest_of_this_recipe(loaded: LoadedRecipe, tmp_path: Path) -> None:
-    chosen = resume.choose(loaded, None, "latest")
+    chosen = choose_run_dir.choose(loaded, None, "latest")
     assert chosen.resume and chosen.run_dir.path.name.startswith("my-")  # none yet: afresh
     for name in ("my-20250101-000000", "my-20250102-000000", "my-20250102-000000-2", "my-20250102-000000-10"):
         (tmp_path / "runs" / name).mkdir(parents=True)
     for name in ("my-lowvram-20260101-000000", "other-20260101-000000", "my-later"):
         (tmp_path / "runs" / name).mkdir()
     (tmp_path / "runs" / "my-20270101-000000").touch()
-    assert resume.choose(loaded, None, "latest").run_dir.path.name == "my-20250102-000000-10"
-    assert resume.choose(loaded, tmp_path / "x", "latest").run_dir.path == tmp_path / "x"
+    assert choose_run_dir.choose(loaded, None, "latest").run_dir.path.name == "my-20250102-000000-10"
+    assert choose_run_dir.choose(loaded, tmp_path / "x", "latest").run_dir.path == tmp_path / "x"
 
 
 def test_resume_from_a_directory_or_a_checkpoint(loaded: LoadedRecipe, tmp_path: Path) -> None:
     run_dir = made(loaded, tmp_path / "run")
     run_dir.checkpoint(5).mkdir(parents=True)
-    whole = resume.choose(loaded, None, "run")
+    whole = choose_run_dir.choose(loaded, None, "run")
     assert (whole.run_dir, whole.resume, whole.checkpoint) == (run_dir, True, None)
-    one = resume.choose(loaded, None, "run/checkpoints/step-00000005")
+    one = choose_run_dir.choose(loaded, None, "run/checkpoints/step-00000005")
     assert (one.run_dir, one.checkpoint) == (run_dir, run_dir.checkpoint(5))
 
 
@@ -86,20 +86,20 @@ def test_resume_from_a_directory_or_a_checkpoint(loaded: LoadedRecipe, tmp_path:
 def test_nothing_to_resume(loaded: LoadedRecipe, tmp_path: Path, wanted: str) -> None:
     made(loaded, tmp_path / "run").checkpoint(5).mkdir(parents=True)
     with pytest.raises(ResumeError) as caught:
-        resume.choose(loaded, None, wanted)
+        choose_run_dir.choose(loaded, None, wanted)
     assert caught.value.code == "nothing-to-resume"
 
 
 def test_two_directories_disagree(loaded: LoadedRecipe, tmp_path: Path) -> None:
     made(loaded, tmp_path / "run")
     with pytest.raises(ResumeError, match="different directories"):
-        resume.choose(loaded, tmp_path / "other", "run")
+        choose_run_dir.choose(loaded, tmp_path / "other", "run")
 
 
 def test_a_taken_directory_needs_resume(loaded: LoadedRecipe, tmp_path: Path) -> None:
     run_dir = made(loaded, tmp_path / "run")
     with pytest.raises(ResumeError) as caught:
-        resume.settle(resume.choose(loaded, run_dir.path, None), loaded, accept_changes=False)
+        choose_run_dir.settle(choose_run_dir.choose(loaded, run_dir.path, None), loaded, accept_changes=False)
     assert "--resume latest" in caught.value.fix and "--run-dir" in caught.value.fix
     assert again(loaded, run_dir)
 
@@ -253,16 +253,16 @@ def test_a_result_that_rank_0_takes_away_meanwhile_is_no_error(
 ) -> None:
     run_dir = made(loaded, tmp_path / "run")
     write_json(run_dir.result, {"updates": 40})
-    chosen = resume.choose(loaded, run_dir.path, "latest")
-    assert not resume.settle_rank(chosen, loaded, 1)  # complete
-    read = resume.load_recipe
+    chosen = choose_run_dir.choose(loaded, run_dir.path, "latest")
+    assert not choose_run_dir.settle_rank(chosen, loaded, 1)  # complete
+    read = choose_run_dir.load_recipe
 
     def meanwhile(path: Path, registry: FamilyRegistry) -> LoadedRecipe:
         run_dir.result.unlink()
         return read(path, registry=registry)
 
-    monkeypatch.setattr(resume, "load_recipe", meanwhile)
-    assert resume.settle_rank(chosen, loaded, 1) and run_dir.recipe_of(1).exists()
+    monkeypatch.setattr(choose_run_dir, "load_recipe", meanwhile)
+    assert choose_run_dir.settle_rank(chosen, loaded, 1) and run_dir.recipe_of(1).exists()
 
 
 def test_rank_0_leaves_alone_what_another_rank_is_writing(
@@ -272,15 +272,15 @@ def test_rank_0_leaves_alone_what_another_rank_is_writing(
     run_dir = RunDir(tmp_path / "run").create()
     killed = run_dir.path / f".{run_dir.recipe_of(1).name}.77.0123abcd.tmp"
     killed.write_bytes(b"half")
-    chosen, rename, written = resume.choose(loaded, run_dir.path, "latest"), files.rename, list[Path]()
+    chosen, rename, written = choose_run_dir.choose(loaded, run_dir.path, "latest"), files.rename, list[Path]()
 
     def meanwhile(source: Path, target: Path) -> None:
         if not written:
             written.append(target)
-            assert resume.settle(chosen, loaded, accept_changes=False)
+            assert choose_run_dir.settle(chosen, loaded, accept_changes=False)
         rename(source, target)
 
     monkeypatch.setattr(files, "rename", meanwhile)
-    assert resume.settle_rank(chosen, loaded, 1)
+    assert choose_run_dir.settle_rank(chosen, loaded, 1)
     assert written == [run_dir.recipe_of(1)] and run_dir.recipe.exists()
     assert load_recipe(run_dir.recipe_of(1)).recipe == loaded.recipe and not killed.exists()

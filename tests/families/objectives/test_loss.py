@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lora_rocm.families.common.objectives.base import Prediction
-from lora_rocm.families.common.objectives.loss import LOSS_MASK, LOSS_WEIGHTS, losses, reduced
+from lora_rocm.families.objectives.base import Prediction
+from lora_rocm.families.objectives.loss import LOSS_MASK, LOSS_WEIGHTS, losses, reduced
 
 ONES_B = torch.ones(2)
 

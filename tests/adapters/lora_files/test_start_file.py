@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 
 from lora_rocm.adapters.adapter_kind import PEFT_NAME
 from lora_rocm.adapters.attach import inject
-from lora_rocm.adapters.files.lora_reader import read_lora
-from lora_rocm.adapters.files.start_file import check_start
 from lora_rocm.adapters.kinds.lora import LoraAdapter
 from lora_rocm.adapters.kinds.lora_entry import LORA
+from lora_rocm.adapters.lora_files.lora_reader import read_lora
+from lora_rocm.adapters.lora_files.start_file import check_start
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import family_for
 from lora_rocm.recipe.load import load_recipe

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lora_rocm.families.common.objectives.base import generators, normal
-from lora_rocm.families.common.objectives.denoising import adaptive_strength, offset_noise, pyramid_noise
-from tests.families.common.objectives.test_denoising import SPACE, batch, ddpm_objective, flow_objective, same
+from lora_rocm.families.objectives.base import generators, normal
+from lora_rocm.families.objectives.denoising import adaptive_strength, offset_noise, pyramid_noise
+from tests.families.objectives.test_denoising import SPACE, batch, ddpm_objective, flow_objective, same
 
 OPTIONS: list[dict[str, Any]] = [
     {"noise_offset": 0.1},

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lora_rocm.families.common.objectives.base import Prediction
+from lora_rocm.families.objectives.base import Prediction
 
 if TYPE_CHECKING:
     from lora_rocm.families.base import ComputesLosses, LoadedModel

@@ -14,7 +14,7 @@ from torch import Tensor
 from lora_rocm.adapters import trained_norms
 from lora_rocm.adapters.adapter_kind import PEFT_NAME, AdapterKind
 from lora_rocm.adapters.entry import Entry, Form
-from lora_rocm.adapters.files.key_table import SD_SCRIPTS, KeyTable
+from lora_rocm.adapters.lora_files.key_table import SD_SCRIPTS, KeyTable
 
 
 class AdapterInFiles(AdapterKind):

@@ -19,8 +19,8 @@ from lora_rocm.base_models.loading import builtin_folder
 from lora_rocm.errors import ModelError
 from lora_rocm.families.anima.family import Anima
 from lora_rocm.families.common.latent_family import LatentFamily
-from lora_rocm.families.common.objectives.schedulers import BETA_KEYS, SchedulerKind, kind_named
 from lora_rocm.families.flux.family import Flux
+from lora_rocm.families.objectives.schedulers import BETA_KEYS, SchedulerKind, kind_named
 from lora_rocm.families.sdxl.family import Sdxl
 from lora_rocm.families.z_image.family import ZImage
 from lora_rocm.model_files.models import index_of

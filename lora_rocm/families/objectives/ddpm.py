@@ -19,9 +19,9 @@ from torch import Tensor
 
 from lora_rocm.device.constants import constant
 from lora_rocm.errors import ModelError
-from lora_rocm.families.common.objectives.base import MEAN, Draws, generators, over
-from lora_rocm.families.common.objectives.denoising import DenoisingObjective, Levels, in_range, logit_normal
-from lora_rocm.families.common.objectives.loss_weights import level_weight
+from lora_rocm.families.objectives.base import MEAN, Draws, generators, over
+from lora_rocm.families.objectives.denoising import DenoisingObjective, Levels, in_range, logit_normal
+from lora_rocm.families.objectives.loss_weights import level_weight
 from lora_rocm.families.spec import CheckpointSection
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.sections import NUM_TIMESTEPS, DdpmSection

@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lora_rocm.adapters.files.lora_reader import components_of
+from lora_rocm.adapters.lora_files.lora_reader import components_of
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.flux.family import Flux
 from lora_rocm.families.sd.family import Sd15
 from lora_rocm.families.sdxl.family import Sdxl
 from lora_rocm.families.z_image.family import ZImage
-from lora_rocm.model_files.adapters import families_of, foreign_name, kind_of, origin_of
+from lora_rocm.model_files.recognise_adapter import families_of, foreign_name, kind_of, origin_of
 from tests.tiny_models import without_base
 from tests.wording import saying, says
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from lora_rocm.adapters.files.key_table import KeyTable, adaptable, canonical
 from lora_rocm.adapters.kinds.lokr import LokrEntry
 from lora_rocm.adapters.kinds.lora_entry import LoraEntry
+from lora_rocm.adapters.lora_files.key_table import KeyTable, adaptable, canonical
 from tests.wording import Worded, saying, worded
 
 HEADS = {"to_q": (0, 6), "to_k": (6, 4), "to_v": (10, 4)}

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lora_rocm.families.common.objectives.base import MEAN, Draws, generators, over
-from lora_rocm.families.common.objectives.denoising import DenoisingObjective, Levels, in_range, logit_normal
+from lora_rocm.families.objectives.base import MEAN, Draws, generators, over
+from lora_rocm.families.objectives.denoising import DenoisingObjective, Levels, in_range, logit_normal
 from lora_rocm.recipe.sections import NUM_TIMESTEPS, FlowSection
 
 

@@ -19,9 +19,9 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lora_rocm.adapters.files.key_table import adaptable
-from lora_rocm.adapters.files.lora_reader import PEFT_WEIGHTS, components_of, read_lora
 from lora_rocm.adapters.kinds.lora_entry import LoraEntry
+from lora_rocm.adapters.lora_files.key_table import adaptable
+from lora_rocm.adapters.lora_files.lora_reader import PEFT_WEIGHTS, components_of, read_lora
 from lora_rocm.errors import AdapterError
 from lora_rocm.export import writers
 from lora_rocm.export.comfyui_check import apply_comfy
