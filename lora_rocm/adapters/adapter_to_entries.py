@@ -48,7 +48,7 @@ class AdapterInFiles(AdapterKind):
 
     def key_table(self, file_format: Form) -> KeyTable:
         """Return the key table of a file format ("kohya" or "sd-scripts"). Each table is built only once."""
-        files, for_scripts = self.family.files, file_format == SD_SCRIPTS
+        files, for_scripts = self.family.lora_file_names, file_format == SD_SCRIPTS
         if for_scripts not in self._key_tables:
             rows_of = files.scripts_rows if for_scripts else files.rows
             self._key_tables[for_scripts] = KeyTable(self.components_in_model, rows_of)

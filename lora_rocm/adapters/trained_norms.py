@@ -105,7 +105,7 @@ def names_in_files(family: ModelFamily, model: LoadedModel) -> dict[str, str]:
     """Return the names that other programs use for the main component's norms, keyed by module name."""
     component = main_component(family)
     paths = [path for path, _ in _norms(model.components[component])]
-    return {canonical(component, path): family.files.key(component, path) for path in paths}
+    return {canonical(component, path): family.lora_file_names.key(component, path) for path in paths}
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from torch import Tensor
 from lora_rocm.dataset.companions.controls import CONTROL, CONTROL_FIX, control_name
 from lora_rocm.dataset.entry_spec import IMAGE, EntrySpec, TensorSpec
 from lora_rocm.dataset.images.buckets import choose_bucket, covering
-from lora_rocm.dataset.images.image_io import UnreadableImage, cut, decode
+from lora_rocm.dataset.images.image_io import UnreadableImage, decode, resized_crop
 from lora_rocm.dataset.images.views import ImageView
 from lora_rocm.encoded_cache.companion import CompanionWanted
 from lora_rocm.encoded_cache.image_preprocess import EncodeRequest, pixels_of
@@ -107,7 +107,7 @@ class ControlWanted(CompanionWanted):
             raise self.unusable(f"cannot be read: {error}") from error
 
     def tensor(self, image: Image.Image, view: ImageView) -> Tensor:
-        return pixels_of(cut(image, covering((image.height, image.width), self.geometry.target_hw), view.flip))
+        return pixels_of(resized_crop(image, covering((image.height, image.width), self.geometry.target_hw), view.flip))
 
     def parts(self, sha256: str, view: ImageView) -> tuple[object, ...]:
         return sha256, (self.geometry.target_hw, view.flip)

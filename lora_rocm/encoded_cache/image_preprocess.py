@@ -16,7 +16,7 @@ from lora_rocm.cache_store.hash_memory import FileState, HashMemory
 from lora_rocm.dataset.columns import Lazy
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
 from lora_rocm.dataset.images.buckets import Geometry
-from lora_rocm.dataset.images.image_io import cut
+from lora_rocm.dataset.images.image_io import resized_crop
 from lora_rocm.dataset.images.views import PLAIN, ImageView, colour_change, recoloured, view_geometry
 from lora_rocm.dataset.sources.clips import frames_in
 from lora_rocm.dataset.sources.folders import shown
@@ -87,7 +87,7 @@ class EncodeRequest:
         Raises:
             DataError: the crop contains nothing usable, such as an entirely black mask.
         """
-        pixels = cut(image, self.geometry_of(view), view.flip)
+        pixels = resized_crop(image, self.geometry_of(view), view.flip)
         return pixels_of(recoloured(pixels, colour_change(self.sample, view)))
 
     def tensors(self, content: bytes, views: Iterable[ImageView]) -> dict[ImageView, Tensor]:

@@ -100,7 +100,7 @@ def _load_back(file_format: Form, path: Path, family: ModelFamily, adapter: Adap
                 )
             loaded[component] = peft_model.get_base_model()
     else:
-        loaded = family.files.load_in_diffusers(path, adapter.components)
+        loaded = family.lora_file_names.load_in_diffusers(path, adapter.components)
     return {
         canonical(component, module): loaded_entry(type(adapter), layer)
         for component, root in loaded.items()

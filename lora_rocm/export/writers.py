@@ -133,9 +133,9 @@ def kohya_tensors(
             f"Some modules cannot be written in the {file_format} format: {error}.",
             fix="Set lora.targets to all layers of these weights, or remove the format from output.formats.",
         ) from error
-    how = "kohya" if file_format == SD_SCRIPTS else family.files.form
+    how = "kohya" if file_format == SD_SCRIPTS else family.lora_file_names.form
     one_alpha = file_format == "kohya" or (
-        file_format == SD_SCRIPTS and family.files.form == "kohya"
+        file_format == SD_SCRIPTS and family.lora_file_names.form == "kohya"
     )  # then these are one file
     norms = {name: tensor.to(dtype) for name, tensor in adapter.norm_tensors().items()}
     return norms | {
@@ -168,7 +168,7 @@ def _diffusers(
         configs |= {f"{component}.{key}": value for key, value in adapter.peft_config(component).items()}
     metadata = _metadata(tensors, family, adapter, recipe, facts)
     metadata["format"] = "pt"
-    if family.files.form != "folded":  # else a config would have the scale a second time
+    if family.lora_file_names.form != "folded":  # else a config would have the scale a second time
         metadata[DIFFUSERS_METADATA] = json.dumps(configs, indent=2, sort_keys=True)
     yield path, TensorFile(tensors, metadata)
 
@@ -183,7 +183,7 @@ def _peft(
     for component in adapter.components:
         level, config = _text_level(adapter, component), adapter.peft_config(component)
         entries = {n: entry for n, entry in adapter.entries().items() if adapter.modules[n][0] == component}
-        if family.files.form == "folded":
+        if family.lora_file_names.form == "folded":
             config, entries = _without_patterns(config, entries)
         tensors = {
             f"{PEFT_PREFIX}{level}{name.removeprefix(component + '.')}.{ending}": tensor
@@ -221,7 +221,7 @@ def _diffusers_tensors(
 
     ``endings``: replacements for the endings of tensor names.
     """
-    folds = adapter.family.files.form == "folded"
+    folds = adapter.family.lora_file_names.form == "folded"
     return {
         f"{name.removeprefix(component + '.')}.{endings.get(ending, ending)}": tensor
         for name, entry in adapter.entries().items()

@@ -1,4 +1,4 @@
-"""Recognises an adapter file: its kind, and its model family by the names and widths of modules (``adapters.toml``).
+"""Recognises an adapter file: its kind, and its model family by the names and widths of modules (``recognise_adapter.toml``).
 
 It knows the names that kohya-ss/sd-scripts, musubi-tuner, diffusers, ai-toolkit and ComfyUI write (sources:
 ``comfy/lora.py``, ``comfy/lora_convert.py``). Dots and underscores are treated as equal.
@@ -84,7 +84,7 @@ class FamilyMetadata:
 
 @dataclass(frozen=True)
 class AdapterTable:
-    """The table ``adapters.toml``."""
+    """The table ``recognise_adapter.toml``."""
 
     kinds: tuple[AdapterPattern, ...]
     metadata: tuple[FamilyMetadata, ...]
@@ -93,7 +93,7 @@ class AdapterTable:
 
 @cache
 def _table() -> AdapterTable:
-    return read_table(Path(__file__).with_name("adapters.toml"), AdapterTable)
+    return read_table(Path(__file__).with_name("recognise_adapter.toml"), AdapterTable)
 
 
 def kind_of(names: Iterable[str]) -> str:

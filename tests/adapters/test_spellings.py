@@ -47,7 +47,7 @@ def hollow(name: str) -> tuple[Any, dict[str, Any]]:
         {"flux": write_tiny_flux, "anima": write_tiny_anima}[name](folder)
     base = BUILTIN.get(name, str(folder))
     family = family_for(tiny_recipe(base, model={"family": name}))
-    parts = {part: family.skeleton(part) for part in family.files.prefixes}
+    parts = {part: family.skeleton(part) for part in family.lora_file_names.prefixes}
     rmtree(folder.parent)
     return family, parts
 
@@ -65,7 +65,7 @@ def spelled(name: str) -> dict[str, list[Module]]:
     for component, root in components.items():
         for path, layer in adaptable(root):
             shape = tuple(dense_shape(layer))
-            add("our own", family.files.key(component, path), shape)
+            add("our own", family.lora_file_names.key(component, path), shape)
             if name == "causal-lm":
                 add("PEFT", f"base_model.model.{path}", shape)
                 add("bare", path, shape)
@@ -95,7 +95,7 @@ def of_original(name: str) -> dict[str, list[Module]]:
     def add(spelling: str, key: str, shape: tuple[int, ...]) -> None:
         found.setdefault(spelling, []).append((key, shape))
 
-    originals = KeyTable({main: components[main]}, family.files.original)
+    originals = KeyTable({main: components[main]}, family.lora_file_names.original)
     for key, parts in originals.parts.items():
         shape = originals.shapes[key]
         for prefix in ("diffusion_model.", "", "diffusion_model._orig_mod."):

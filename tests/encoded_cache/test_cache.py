@@ -89,7 +89,7 @@ def test_one_flipped_bit_is_found(tmp_path_factory: pytest.TempPathFactory, data
     content[data.draw(st.integers(header_bytes, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     entry(cache).write_bytes(content)
     assert not cache.fault("image", KEY)  # only inspected from outside
-    with pytest.raises(CacheEntryBad, check=saying("latent_cache/not-as-it-was-written")):
+    with pytest.raises(CacheEntryBad, check=saying("encoded_cache/not-as-it-was-written")):
         cache.get("image", KEY, SPEC)
 
 
@@ -312,7 +312,7 @@ def test_what_is_no_file_takes_up_a_name_and_is_made_again(cache: LatentCache, t
 def test_an_entry_of_another_version_is_found(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.write_tensors("image", KEY, tensors(), "a.png")
     monkeypatch.setattr("lora_rocm.encoded_cache.cache.SPEC_VERSION", 2)
-    with pytest.raises(CacheEntryBad, check=saying("latent_cache/version-1-not-2")):
+    with pytest.raises(CacheEntryBad, check=saying("encoded_cache/version-1-not-2")):
         cache.get("image", KEY, SPEC)
 
 

@@ -131,7 +131,7 @@ def test_a_damaged_entry_is_made_again_from_its_file(world: World) -> None:
     prepared.repair(CONTROL, prepared.items[1].keys[CONTROL][0][0], "damaged")
     assert path.with_name(f"{path.stem}-1.safetensors").read_bytes() == whole
     world.make.image(world.root / "controls" / "1.png", seed=77)
-    with pytest.raises(DataError, check=saying("latent_cache/has-changed-since-the-run-began")):
+    with pytest.raises(DataError, check=saying("encoded_cache/has-changed-since-the-run-began")):
         prepared.repair(CONTROL, prepared.items[1].keys[CONTROL][0][0], "damaged")
 
 
@@ -141,7 +141,7 @@ def test_a_file_that_breaks_after_the_scan_sets_its_image_aside(world: World) ->
     prepared = world.prepare()
     (problem,) = prepared.set_aside
     assert [item.key for item in prepared.items] == ["1.png"]
-    assert problem.where.endswith("0.png") and says(problem.what, "latent_cache/control-image-of-0-png-cannot-be")
+    assert problem.where.endswith("0.png") and says(problem.what, "encoded_cache/control-image-of-0-png-cannot-be")
 
 
 def test_a_control_image_that_does_not_fit_is_encoded_in_tiles(world: World) -> None:

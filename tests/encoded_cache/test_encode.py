@@ -220,7 +220,7 @@ def test_an_image_that_has_changed_is_not_encoded_under_the_key_of_the_one_befor
     (file,) = caches.encoding.cache.root.rglob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-8] + bytes(8))
     make.image(path, seed=2)  # of the same size
-    with pytest.raises(DataError, check=saying("latent_cache/has-changed-since-the-run-began")) as caught:
+    with pytest.raises(DataError, check=saying("encoded_cache/has-changed-since-the-run-began")) as caught:
         caches.repair("image", entry.key, "damaged")
     assert str(path) in caught.value.where and not list(caches.encoding.cache.root.rglob("*-1.safetensors"))
     make.image(path, seed=1)  # negative control
@@ -273,7 +273,7 @@ def test_a_slow_encoder_is_said_and_left_for_every_later_image(
     monkeypatch.setattr(family.image_encoder, "load", load)
     assert caches.fill_images(images_for(make, tmp_path / "data")) == {}
     assert ways == [True, True, False, False, False]
-    assert len(said) == 1 and says(said[0], "latent_cache/from-here-on-without-it")
+    assert len(said) == 1 and says(said[0], "encoded_cache/from-here-on-without-it")
     assert len(list((tmp_path / "cache").rglob("*.safetensors"))) == 3
 
 
@@ -298,7 +298,7 @@ def test_damaged_entries_are_counted_when_they_are_encoded_again(
     image, text = (event for event in told if isinstance(event, RepairedEvent))
     assert (image.kind, text.kind, len(told)) == ("image", "text", 2)
     assert str(latents[0]) in image.reason and ".png" in image.item
-    assert says(text.reason, "latent_cache/not-as-it-was-written") and text.item in ("'a'", "'b'")
+    assert says(text.reason, "encoded_cache/not-as-it-was-written") and text.item in ("'a'", "'b'")
 
 
 def tensors_in_tiles(pixels_CHW: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -464,7 +464,7 @@ def test_a_repair_beside_the_model_in_training_goes_to_the_cpu_where_the_gpu_is_
     prepared.repair(kind, key, "damaged")
     assert devices == ["cuda", "cpu"] and file.with_name(f"{key}-1.safetensors").exists()
     monkeypatch.setattr(encoder, "load", lambda door: full(door_to(torch.device("cuda", 0))))
-    with pytest.raises(MachineError, check=saying("latent_cache/not-enough-memory")):
+    with pytest.raises(MachineError, check=saying("encoded_cache/not-enough-memory")):
         prepared.repair(kind, key, "damaged")
 
 
@@ -526,7 +526,7 @@ def test_an_error_in_a_thread_says_at_which_image_and_leaves_no_thread(
         raise MemoryError("cannot allocate")
 
     before = set(threading.enumerate())
-    monkeypatch.setattr(image_preprocess, "cut", full)
+    monkeypatch.setattr(image_preprocess, "resized_crop", full)
     with pytest.raises(MemoryError) as caught:
         caches.fill_images(images_for(make, tmp_path / "data"))
     assert "0.png" in caught.value.__notes__[0] and set(threading.enumerate()) <= before

@@ -354,7 +354,7 @@ def test_an_entry_of_no_kind_is_refused(name: str, inputs: tuple[str, ...]) -> N
 
 def test_an_input_that_nothing_provides_is_refused(world: World) -> None:
     sound = FakeEncoder(EntrySpec("words", ("sound",), {"states": STATES}), "words-1", states_of)
-    with pytest.raises(TypeError, check=saying("latent_cache/words-reads-sound-and-its-encoder-has")):
+    with pytest.raises(TypeError, check=saying("encoded_cache/words-reads-sound-and-its-encoder-has")):
         world.prepare(Toy(sound))
 
 

@@ -253,7 +253,7 @@ def test_a_folder_that_could_not_be_read_for_now_is_not_kept(starts: Starts, mon
 
     monkeypatch.setattr(folders.os, "scandir", fails)
     monkeypatch.setattr(manifest, "_listed", lambda root, recursive: [b"as before"])
-    assert says(starts().notices, "latent_cache/cannot-be-read")
+    assert says(starts().notices, "encoded_cache/cannot-be-read")
     assert not (starts.root / "cache" / MANIFESTS).exists()
     monkeypatch.setattr(folders.os, "scandir", lambda path: fails(path, 13))  # a permission error is not transient
     starts()

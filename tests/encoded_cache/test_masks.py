@@ -141,14 +141,14 @@ def test_a_mask_that_is_black_sets_its_image_aside(world: World) -> None:
     prepared = world.prepare()
     assert [item.key for item in prepared.items] == ["1.png", "2.png"]
     (problem,) = prepared.set_aside
-    assert says(problem.what, "latent_cache/the-mask-of-0-png-leaves-nothing") and "masks" in problem.where
+    assert says(problem.what, "encoded_cache/the-mask-of-0-png-leaves-nothing") and "masks" in problem.where
 
 
 def test_a_mask_that_lost_its_pixels_sets_its_image_aside(world: World) -> None:
     path = world.root / "masks" / "0.png"
     path.write_bytes(path.read_bytes()[:60])
     (problem,) = world.prepare().set_aside
-    assert says(problem.what, "latent_cache/the-mask-of-0-png-cannot-be") and problem.where.endswith("0.png")
+    assert says(problem.what, "encoded_cache/the-mask-of-0-png-cannot-be") and problem.where.endswith("0.png")
 
 
 def test_a_damaged_entry_is_made_again(world: World) -> None:
@@ -163,7 +163,7 @@ def test_a_damaged_entry_is_made_again(world: World) -> None:
     for path in mask_files(world):
         path.unlink()
     world.paint(0, slice(0, 64), slice(0, 64))
-    with pytest.raises(DataError, check=saying("latent_cache/has-changed-since-the-run-began")):
+    with pytest.raises(DataError, check=saying("encoded_cache/has-changed-since-the-run-began")):
         world.batches(prepared, 1)
 
 

@@ -93,7 +93,7 @@ def test_regularisation_images_are_as_many_as_the_others_and_never_held_out(runs
     assert [item.repeats for item in runs().items] == [4, 4, 2, 2, 2, 2] and not prepared.notices[-1].startswith("1 of")
     runs.keys |= {"sources": [{**reg, "repeats": 9}, own]}
     assert [item.repeats for item in runs().items] == [9, 1, 1, 1, 1]
-    assert says(runs.prepared.notices, "latent_cache/1-of-the-regularisation-images")
+    assert says(runs.prepared.notices, "encoded_cache/1-of-the-regularisation-images")
 
 
 def test_what_is_trained_on_is_hashed_once(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,15 +129,15 @@ def test_captions_that_the_encoders_cut_off_are_said(runs: Runs) -> None:
     assert not [notice for notice in runs().notices if "longer than" in notice]
     (next((runs.root / "data").glob("*.txt"))).write_text("word " * 5000, encoding="utf-8")
     (notice,) = [notice for notice in runs().notices if "longer than" in notice]
-    assert says(notice, "latent_cache/1-caption-is") and "word" in notice and len(notice) < 200
+    assert says(notice, "encoded_cache/1-caption-is") and "word" in notice and len(notice) < 200
 
 
 def test_crops_that_cut_off_much_are_said(runs: Runs) -> None:
     (notice,) = [notice for notice in runs().notices if "to the crop" in notice]
-    assert says(notice, "latent_cache/1-image-loses-more-than-25-of")
+    assert says(notice, "encoded_cache/1-image-loses-more-than-25-of")
     runs.make.image(runs.root / "data" / "wide.png", 320, 64, seed=98)
     (notice,) = [notice for notice in runs().notices if "to the crop" in notice]
-    assert says(notice, "latent_cache/2-images-lose") and "wide.png" in notice
+    assert says(notice, "encoded_cache/2-images-lose") and "wide.png" in notice
 
 
 def test_another_encoder(runs: Runs) -> None:

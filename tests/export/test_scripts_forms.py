@@ -38,7 +38,7 @@ def error_in_diffusers(family: Any, adapter: Any, path: Path) -> float:
     off = whole = 0.0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's warning about names that diffusers derives from unequal alphas
-        loaded_model = family.files.load_in_diffusers(path, adapter.components)
+        loaded_model = family.lora_file_names.load_in_diffusers(path, adapter.components)
     for component, root in loaded_model.items():
         for name, layer in root.named_modules():
             if isinstance(layer, BaseTunerLayer):

@@ -44,7 +44,7 @@ def adaptable(component: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def main_component(family: ModelFamily) -> str:
     """Return the name of the family's main adapted component: its UNet or transformer."""
-    return next(name for name in family.files.prefixes if name not in family.text_components)
+    return next(name for name in family.lora_file_names.prefixes if name not in family.text_components)
 
 
 @dataclass(frozen=True)

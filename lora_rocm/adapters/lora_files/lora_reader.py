@@ -164,7 +164,7 @@ def _entries(
     kind, *others = {found.kind.name: file_kind(found.kind) for _, found in read}.values()
     if others:
         raise ValueError(f"it contains both a {kind.name} and a {others[0].name}")
-    files = family.files
+    files = family.lora_file_names
     ways = (files.rows, files.original, _qkv_rows(files))
     table, original, whole_qkv = (KeyTable(components, rows_of) for rows_of in ways)
     shapes = {

@@ -18,7 +18,7 @@ from lora_rocm.base_models.conversion import State, own_names
 from lora_rocm.base_models.loading import BaseSource, ComponentLayout
 from lora_rocm.dataset.entry_spec import IMAGE, EntrySpec, TensorSpec
 from lora_rocm.dataset.images.buckets import Size, covering
-from lora_rocm.dataset.images.image_io import MAX_IMAGE_BYTES, UnreadableImage, cut
+from lora_rocm.dataset.images.image_io import MAX_IMAGE_BYTES, UnreadableImage, resized_crop
 from lora_rocm.dataset.images.image_io import decode as decode_image
 from lora_rocm.dataset.images.preview_images import READ_FIX
 from lora_rocm.device.backend_settings import plain_attention
@@ -137,7 +137,7 @@ def encode_control(
         DataError: the file cannot be read.
     """
     image = read_image(path, "control image", decode_image)
-    seen = cut(image, covering((image.height, image.width), size_hw), flip=False)
+    seen = resized_crop(image, covering((image.height, image.width), size_hw), flip=False)
     return encode(source, device, VaeImageProcessor(vae_scale_factor=1).preprocess(seen), space, in_tiles)
 
 

@@ -417,7 +417,7 @@ def test_a_dora_of_lycoris_draws_as_its_writer_meant(
         weight = merged.components["unet"].get_submodule(name).weight
         stored, changed = locon(weight.detach(), 3, rng, wd_on_output=wd_on_output[number % len(wd_on_output)])
         weight.data.copy_(changed)
-        tensors |= {f"{family.files.key('unet', name)}.{part}": tensor for part, tensor in stored.items()}
+        tensors |= {f"{family.lora_file_names.key('unet', name)}.{part}": tensor for part, tensor in stored.items()}
     save_file(tensors, tmp_path / "x.safetensors")
     expected = unet_output(merged.components["unet"])
     attach_file(family, bare, tmp_path / "x.safetensors")
@@ -431,7 +431,7 @@ def test_at_strength_zero_the_base_is_drawn(folder: Path, tmp_path: Path, wd_on_
     bare = family.load(torch.float32, CPU)
     base = unet_output(bare.components["unet"])
     stored, _ = locon(torch.ones(16, 16), 3, torch.Generator().manual_seed(5), wd_on_output=wd_on_output)
-    key = family.files.key("unet", MODULES[0])
+    key = family.lora_file_names.key("unet", MODULES[0])
     save_file({f"{key}.{part}": tensor for part, tensor in stored.items()}, tmp_path / "x.safetensors")
     attach_file(family, bare, tmp_path / "x.safetensors", strength=0.0)
     assert torch.equal(unet_output(bare.components["unet"]), base)
@@ -450,7 +450,7 @@ def test_a_plain_module_in_a_dora_file_follows_the_strength(folder: Path, tmp_pa
             weight.data.copy_(halved * stored["dora_scale"] / halved.norm(dim=1, keepdim=True))
         else:
             weight.data.lerp_(changed, 0.5)
-        tensors |= {f"{family.files.key('unet', name)}.{part}": tensor for part, tensor in stored.items()}
+        tensors |= {f"{family.lora_file_names.key('unet', name)}.{part}": tensor for part, tensor in stored.items()}
     save_file(tensors, tmp_path / "x.safetensors")
     attach_file(family, bare, tmp_path / "x.safetensors", strength=0.5)
     expected = unet_output(merged.components["unet"])

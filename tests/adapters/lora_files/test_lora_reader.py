@@ -72,7 +72,7 @@ def test_kohya_with_diffusers_block_names(live: tuple[Any, Any, Any], tmp_path: 
     tensors = {}
     for name, entry in adapter.entries().items():
         component, path, _ = adapter.modules[name]
-        key = f"lora_unet_{path.replace('.', '_')}" if component == "unet" else family.files.key(component, path)
+        key = f"lora_unet_{path.replace('.', '_')}" if component == "unet" else family.lora_file_names.key(component, path)
         tensors |= {f"{key}.lora_down.weight": entry.down, f"{key}.lora_up.weight": entry.up}
         tensors |= {f"{key}.alpha": torch.tensor(entry.scale * entry.rank)}
     save_file(tensors, tmp_path / "x.safetensors")
@@ -217,7 +217,7 @@ def write_locon(live: tuple[Any, Any, Any], path: Path, wd_on_output: bool | Non
         weight = layers[name].weight.detach()
         assert weight.shape == shape
         stored, changed = locon(weight, 3, rng, wd_on_output=wd_on_output)
-        tensors |= {f"{family.files.key('unet', name)}.{part}": tensor for part, tensor in stored.items()}
+        tensors |= {f"{family.lora_file_names.key('unet', name)}.{part}": tensor for part, tensor in stored.items()}
         merged[name] = (weight, changed)
     save_file(tensors, path)
     return merged
@@ -231,7 +231,7 @@ def test_a_dora_of_lycoris_is_read_along_its_axis(
     entries = read_lora(live[0], live[1].components, tmp_path / "x.safetensors")
     in_comfy = apply_comfy(
         load_file(tmp_path / "x.safetensors"),
-        {live[0].files.key("unet", name): weight for name, (weight, _) in merged.items()},
+        {live[0].lora_file_names.key("unet", name): weight for name, (weight, _) in merged.items()},
     )
     for (_, patched), (name, (weight, changed)) in zip(in_comfy, merged.items(), strict=True):
         torch.testing.assert_close(entries[f"unet.{name}"].effect(weight), changed - weight, rtol=1e-5, atol=1e-6)
@@ -247,7 +247,7 @@ def test_magnitudes_of_another_length_are_refused_with_file_module_and_shape(
     live: tuple[Any, Any, Any], tmp_path: Path, name: str
 ) -> None:
     write_locon(live, tmp_path / "x.safetensors", wd_on_output=True)
-    key, (outputs, inputs, *_) = f"{live[0].files.key('unet', name)}.dora_scale", SHAPES[name]
+    key, (outputs, inputs, *_) = f"{live[0].lora_file_names.key('unet', name)}.dora_scale", SHAPES[name]
     tensors = load_file(tmp_path / "x.safetensors")
     for shape in ((7, 1), (1, 7), (1,), (), (1, outputs * inputs), (outputs, inputs), (inputs + 1, 1), (0,)):
         save_file(tensors | {key: torch.ones(shape)}, tmp_path / "y.safetensors")

@@ -57,7 +57,7 @@ def write(world: Any, path: Path, modules: dict[str, int], wd_on_output: bool | 
         root = model.components[component]
         layer = root.get_submodule(module) if component == "unet" else dict(root.named_modules())[text_path(root)]
         stored, _ = locon(layer.weight.detach(), rank, rng, wd_on_output=wd_on_output)
-        tensors |= {f"{family.files.key(component, module)}.{part}": tensor for part, tensor in stored.items()}
+        tensors |= {f"{family.lora_file_names.key(component, module)}.{part}": tensor for part, tensor in stored.items()}
     save_file(tensors, path)
     return path
 
@@ -186,7 +186,7 @@ def test_modules_of_a_text_encoder_that_no_setting_reaches(world: Any, tmp_path:
     family, model, _ = world
     shape = model.components["text_encoder_2"].text_projection.weight.shape
     tensors = {"lora_down.weight": torch.ones(2, shape[1]), "lora_up.weight": torch.ones(shape[0], 2)}
-    key = family.files.key("text_encoder_2", "text_projection")
+    key = family.lora_file_names.key("text_encoder_2", "text_projection")
     save_file({f"{key}.{part}": tensor for part, tensor in tensors.items()}, tmp_path / "x.safetensors")
     error = started(world, tmp_path / "x.safetensors", train_text_encoder=True)
     assert error.code == "init-from-beyond" and "text_encoder_2.text_projection" in error.what

@@ -218,6 +218,6 @@ def test_module_names_are_those_of_kohya() -> None:
     family = Sd15(tiny_recipe("any", model={"family": "sd15"}))
     module = "down_blocks.0.attentions.1.transformer_blocks.0.attn1.to_out.0"
     expected = "lora_unet_down_blocks_0_attentions_1_transformer_blocks_0_attn1_to_out_0"
-    assert family.files.key("unet", module) == expected
+    assert family.lora_file_names.key("unet", module) == expected
     for path in ("encoder.layers.0.mlp.fc1", "text_model.encoder.layers.0.mlp.fc1"):
-        assert family.files.key("text_encoder", path) == "lora_te_text_model_encoder_layers_0_mlp_fc1"
+        assert family.lora_file_names.key("text_encoder", path) == "lora_te_text_model_encoder_layers_0_mlp_fc1"

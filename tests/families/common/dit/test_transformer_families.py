@@ -349,7 +349,7 @@ def test_a_dora_of_a_part_of_a_fused_weight_is_refused_by_name(case: Case) -> No
 @of(*FAMILIES)
 def test_every_layer_of_the_published_model_has_its_place_in_the_original(case: Case) -> None:
     family = case.family()
-    table = KeyTable({"transformer": case.full}, family.files.original)
+    table = KeyTable({"transformer": case.full}, family.lora_file_names.original)
     pattern = re.compile(family.lora_targets["all-linear"]["transformer"])
     wanted = case.original_modules(name for name, _ in case.full.named_modules() if pattern.fullmatch(name))
     assert sum(map(len, wanted.values())) == case.layers["all-linear"]
