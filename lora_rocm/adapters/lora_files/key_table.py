@@ -15,7 +15,7 @@ from torch import nn
 
 from lora_rocm.adapters.entry import Entry
 from lora_rocm.families.base import ModelFamily
-from lora_rocm.families.file_names import RowsOf
+from lora_rocm.families.lora_file_names import RowsOf
 from lora_rocm.kernels.weight_format import dense_shape
 
 TEXT_LEVEL = "text_model."

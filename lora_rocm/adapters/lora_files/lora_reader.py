@@ -19,7 +19,7 @@ from lora_rocm.adapters.registry import file_kind
 from lora_rocm.base_models.safetensors_file import read_tensors
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
-from lora_rocm.families.file_names import FileNames, Rows, RowsOf
+from lora_rocm.families.lora_file_names import FileNames, Rows, RowsOf
 from lora_rocm.families.registry import FAMILIES
 from lora_rocm.foundation.units import count_text
 from lora_rocm.kernels.weight_format import dense_shape

@@ -54,7 +54,7 @@ from lora_rocm.families.common.component_check import check_component
 from lora_rocm.families.common.recompute import Recomputing, evaluating
 from lora_rocm.families.common.tokenizers import digest, unreadable
 from lora_rocm.families.common.wrong_family import recognised_file, recognised_folder, wrong_family
-from lora_rocm.families.file_names import FileNames
+from lora_rocm.families.lora_file_names import FileNames
 from lora_rocm.families.objectives.base import Prediction
 from lora_rocm.families.objectives.loss import LOSS_MASK
 from lora_rocm.foundation.names import BUILTIN

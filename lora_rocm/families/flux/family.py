@@ -28,7 +28,6 @@ from lora_rocm.families.common.dit.family import TransformerFamily
 from lora_rocm.families.common.dit.packing import packed, places, unpacked
 from lora_rocm.families.common.dit.sampling import GUIDANCE
 from lora_rocm.families.common.vae import VAE, VaeEncoder
-from lora_rocm.families.file_names import FileNames
 from lora_rocm.families.flux import names
 from lora_rocm.families.flux.encoders import (
     POOLED,
@@ -40,6 +39,7 @@ from lora_rocm.families.flux.encoders import (
     t5_part,
 )
 from lora_rocm.families.flux.spec import FluxSection
+from lora_rocm.families.lora_file_names import FileNames
 from lora_rocm.families.objectives.base import CONTROL_LATENTS, Prediction
 from lora_rocm.recipe.schema import Recipe
 

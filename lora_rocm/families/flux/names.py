@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from torch import Tensor, nn
 
 from lora_rocm.base_models.conversion import State
-from lora_rocm.families.file_names import Rows
+from lora_rocm.families.lora_file_names import Rows
 
 DOUBLE, SINGLE = "double_blocks.#.", "single_blocks.#."
 ATTENTION, ADDED = "transformer_blocks.#.attn.", "transformer_blocks.#.attn.add_"

@@ -25,7 +25,7 @@ from lora_rocm.families.common.dit.blocks.z_image import fuse
 from lora_rocm.families.common.dit.detect import called_otherwise
 from lora_rocm.families.common.dit.family import TransformerFamily
 from lora_rocm.families.common.vae import VAE, VaeEncoder
-from lora_rocm.families.file_names import FileNames, Rows
+from lora_rocm.families.lora_file_names import FileNames, Rows
 from lora_rocm.families.z_image import names
 from lora_rocm.families.z_image.forward import CAPTION_MULTIPLE, predicted
 from lora_rocm.families.z_image.spec import ZImageSection

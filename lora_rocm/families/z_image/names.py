@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from lora_rocm.base_models.conversion import State
-from lora_rocm.families.file_names import Rows
+from lora_rocm.families.lora_file_names import Rows
 
 STARTS = {"x_embedder.": "all_x_embedder.2-1.", "final_layer.": "all_final_layer.2-1."}
 PARTS = {

@@ -72,7 +72,11 @@ def test_kohya_with_diffusers_block_names(live: tuple[Any, Any, Any], tmp_path: 
     tensors = {}
     for name, entry in adapter.entries().items():
         component, path, _ = adapter.modules[name]
-        key = f"lora_unet_{path.replace('.', '_')}" if component == "unet" else family.lora_file_names.key(component, path)
+        key = (
+            f"lora_unet_{path.replace('.', '_')}"
+            if component == "unet"
+            else family.lora_file_names.key(component, path)
+        )
         tensors |= {f"{key}.lora_down.weight": entry.down, f"{key}.lora_up.weight": entry.up}
         tensors |= {f"{key}.alpha": torch.tensor(entry.scale * entry.rank)}
     save_file(tensors, tmp_path / "x.safetensors")

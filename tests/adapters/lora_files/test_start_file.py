@@ -57,7 +57,9 @@ def write(world: Any, path: Path, modules: dict[str, int], wd_on_output: bool | 
         root = model.components[component]
         layer = root.get_submodule(module) if component == "unet" else dict(root.named_modules())[text_path(root)]
         stored, _ = locon(layer.weight.detach(), rank, rng, wd_on_output=wd_on_output)
-        tensors |= {f"{family.lora_file_names.key(component, module)}.{part}": tensor for part, tensor in stored.items()}
+        tensors |= {
+            f"{family.lora_file_names.key(component, module)}.{part}": tensor for part, tensor in stored.items()
+        }
     save_file(tensors, path)
     return path
 

@@ -22,7 +22,7 @@ from lora_rocm.families.common.dit import detect
 from lora_rocm.families.common.dit.sampling import sample_images
 from lora_rocm.families.common.latent_family import LatentFamily
 from lora_rocm.families.common.recompute import Recomputing
-from lora_rocm.families.file_names import FileNames
+from lora_rocm.families.lora_file_names import FileNames
 from lora_rocm.families.objectives import schedulers
 from lora_rocm.families.objectives.base import Prediction
 from lora_rocm.families.objectives.flow import FlowObjective

@@ -20,10 +20,10 @@ from lora_rocm.families.base import Encoder, LoadedModel, PreviewRequest, Tensor
 from lora_rocm.families.common import clip
 from lora_rocm.families.common.latent_family import LatentFamily
 from lora_rocm.families.common.recompute import Recomputing
-from lora_rocm.families.common.unet import detect, fused_unet, inpainting, lora_file_keys
+from lora_rocm.families.common.unet import detect, fused_unet, inpainting, lora_file_names
 from lora_rocm.families.common.unet.sampling import sample_images
 from lora_rocm.families.common.vae import VaeEncoder
-from lora_rocm.families.file_names import FileNames, Rows
+from lora_rocm.families.lora_file_names import FileNames, Rows
 from lora_rocm.families.objectives import schedulers
 from lora_rocm.families.objectives.base import SEEN_LATENTS, Prediction
 from lora_rocm.families.objectives.ddpm import DdpmObjective, DdpmSettings, check_weighting
@@ -82,8 +82,8 @@ class LdmFamily(LatentFamily):
 
     @property
     def lora_targets(self) -> Mapping[str, Mapping[str, str]]:
-        text = dict.fromkeys(self.text_components, lora_file_keys.TEXT)
-        return {preset: {"unet": pattern, **text} for preset, pattern in lora_file_keys.UNET_TARGETS.items()}
+        text = dict.fromkeys(self.text_components, lora_file_names.TEXT)
+        return {preset: {"unet": pattern, **text} for preset, pattern in lora_file_names.UNET_TARGETS.items()}
 
     @abstractmethod
     def kohya_key(self, component: str, module: str) -> str:
@@ -94,7 +94,7 @@ class LdmFamily(LatentFamily):
         def original(component: str, module: str, rows: int) -> Rows:
             if component != self.component:
                 return ()
-            return ((lora_file_keys.sgm_name(module, self.source.config(component)), 0, rows),)
+            return ((lora_file_names.sgm_name(module, self.source.config(component)), 0, rows),)
 
         def scripts(component: str, module: str, rows: int) -> Rows:
             return ((self.kohya_key(component, module), 0, rows),)  # kohya's scripts read kohya's names

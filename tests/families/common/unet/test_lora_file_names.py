@@ -19,7 +19,7 @@ from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-from lora_rocm.families.common.unet import lora_file_keys
+from lora_rocm.families.common.unet import lora_file_names
 from lora_rocm.families.sdxl.family import LAYOUT, Sdxl
 from lora_rocm.model_files.config_file import Config
 from tests.tiny_models import tiny_pipeline, tiny_recipe
@@ -104,9 +104,9 @@ def real_unet() -> nn.Module:
 
 
 def kohya_shapes(preset: str) -> Shapes:
-    pattern = lora_file_keys.UNET_TARGETS[preset]
+    pattern = lora_file_names.UNET_TARGETS[preset]
     return {
-        lora_file_keys.kohya_key("unet", name, CONFIG): tuple(module.weight.shape)
+        lora_file_names.kohya_key("unet", name, CONFIG): tuple(module.weight.shape)
         for name, module in real_unet().named_modules()
         if isinstance(module, nn.Linear | nn.Conv2d) and re.fullmatch(pattern, name)
     }
@@ -137,7 +137,7 @@ def test_every_key_of_the_conv_preset() -> None:
 
 
 def test_every_matched_module_is_a_linear_or_a_convolution() -> None:
-    for pattern in lora_file_keys.UNET_TARGETS.values():
+    for pattern in lora_file_names.UNET_TARGETS.values():
         for name, module in real_unet().named_modules():
             assert not re.fullmatch(pattern, name) or isinstance(module, nn.Linear | nn.Conv2d), name
 
@@ -150,9 +150,9 @@ def test_every_key_of_the_text_encoders(component: str, prefix: str, layers: int
     with init_empty_weights():
         model = cls(CLIPTextConfig.from_pretrained(LAYOUT.configs / component))
     found = {
-        lora_file_keys.kohya_key(component, name, CONFIG)
+        lora_file_names.kohya_key(component, name, CONFIG)
         for name, _ in model.named_modules()
-        if re.fullmatch(lora_file_keys.TEXT, name)
+        if re.fullmatch(lora_file_names.TEXT, name)
     }
     parts = ("self_attn_q_proj", "self_attn_k_proj", "self_attn_v_proj", "self_attn_out_proj", "mlp_fc1", "mlp_fc2")
     expected = {f"{prefix}_text_model_encoder_layers_{n}_{part}" for n in range(layers) for part in parts}
@@ -163,11 +163,11 @@ def test_every_key_of_the_text_encoders(component: str, prefix: str, layers: int
 def test_both_levels_of_transformers_give_one_key() -> None:
     short, long = "encoder.layers.0.mlp.fc1", "text_model.encoder.layers.0.mlp.fc1"
     for name in (short, long):
-        assert re.fullmatch(lora_file_keys.TEXT, name)
-        assert lora_file_keys.kohya_key("text_encoder", name, CONFIG) == "lora_te1_text_model_encoder_layers_0_mlp_fc1"
+        assert re.fullmatch(lora_file_names.TEXT, name)
+        assert lora_file_names.kohya_key("text_encoder", name, CONFIG) == "lora_te1_text_model_encoder_layers_0_mlp_fc1"
 
 
-@pytest.mark.parametrize("preset", list(lora_file_keys.UNET_TARGETS))
+@pytest.mark.parametrize("preset", list(lora_file_names.UNET_TARGETS))
 def test_diffusers_converts_every_key_back(preset: str) -> None:
     """Its sgm mapping and converter take all names, leave none over, and find the modules we started from."""
     shapes = kohya_shapes(preset)
@@ -178,7 +178,7 @@ def test_diffusers_converts_every_key_back(preset: str) -> None:
     mapped = _maybe_map_sgm_blocks_to_diffusers(state, real_unet().config)
     converted, alphas = _convert_non_diffusers_lora_to_diffusers(mapped)
     names = {name.removeprefix("unet.") for name in convert_unet_state_dict_to_peft(converted)}
-    pattern = lora_file_keys.UNET_TARGETS[preset]
+    pattern = lora_file_names.UNET_TARGETS[preset]
     modules = [
         name
         for name, module in real_unet().named_modules()
@@ -198,13 +198,13 @@ def test_every_weight_of_the_unet_has_its_original_name() -> None:
     )
     linear = [name for name, module in unet.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
     config = Config(json.loads(unet.to_json_string()), Path("config.json"))
-    assert {lora_file_keys.sgm_name(name, config) + ".weight" for name in linear} <= original.keys()
+    assert {lora_file_names.sgm_name(name, config) + ".weight" for name in linear} <= original.keys()
     assert len(linear) > 150
 
 
 def test_what_is_no_module_is_refused() -> None:
     with pytest.raises(ValueError, check=saying("families/not-a-module")):
-        lora_file_keys.sgm_name("transformer.blocks.0", CONFIG)
+        lora_file_names.sgm_name("transformer.blocks.0", CONFIG)
 
 
 def test_presets_cover_unet_and_text_encoders() -> None:
