@@ -26,7 +26,7 @@ def not_known(component: str, module: str, rows: int) -> Rows:
 
 
 @dataclass(frozen=True)
-class FileNames:
+class LoraFileNames:
     """Names of a family's modules in LoRA files, and diffusers' loader for these files.
 
     prefixes: prefix of modules' names ("lora_unet_") by component, in the one file that other programs read.

@@ -19,7 +19,7 @@ from lora_rocm.adapters.registry import file_kind
 from lora_rocm.base_models.safetensors_file import read_tensors
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
-from lora_rocm.families.lora_file_names import FileNames, Rows, RowsOf
+from lora_rocm.families.lora_file_names import LoraFileNames, Rows, RowsOf
 from lora_rocm.families.registry import FAMILIES
 from lora_rocm.foundation.units import count_text
 from lora_rocm.kernels.weight_format import dense_shape
@@ -203,8 +203,8 @@ def _entries(
     return kind, whole_qkv.of_modules(original.of_modules(table.of_modules(entries)))
 
 
-def _qkv_rows(files: FileNames) -> RowsOf:
-    """Return a function like ``FileNames.original`` for XLabs' FLUX files.
+def _qkv_rows(files: LoraFileNames) -> RowsOf:
+    """Return a function like ``LoraFileNames.original`` for XLabs' FLUX files.
 
     These files fuse only query, key and value where the original release fuses them with more weights (``linear1``).
     All other modules have no rows.

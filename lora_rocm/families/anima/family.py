@@ -28,7 +28,7 @@ from lora_rocm.families.common.dit.blocks.cosmos import fuse
 from lora_rocm.families.common.dit.detect import names_of
 from lora_rocm.families.common.dit.family import TransformerFamily
 from lora_rocm.families.common.vae import VaeEncoder
-from lora_rocm.families.lora_file_names import FileNames
+from lora_rocm.families.lora_file_names import LoraFileNames
 
 BLOCK = r"transformer_blocks\.\d+\."
 ATTENTION, MLP = r"attn[12]\.(to_[qkv]|to_out\.0)", r"ff\.net\.(0\.proj|2)"
@@ -102,7 +102,7 @@ class Anima(TransformerFamily):
         return {STATES: torch.zeros(rows, MAX_TOKENS, width, dtype=torch.bfloat16)}
 
     @cached_property
-    def files(self) -> FileNames:
+    def files(self) -> LoraFileNames:
         """As ``TransformerFamily.files``, but with the original release's names.
 
         ComfyUI cannot read diffusers' names.

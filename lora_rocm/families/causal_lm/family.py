@@ -54,7 +54,7 @@ from lora_rocm.families.common.component_check import check_component
 from lora_rocm.families.common.recompute import Recomputing, evaluating
 from lora_rocm.families.common.tokenizers import digest, unreadable
 from lora_rocm.families.common.wrong_family import recognised_file, recognised_folder, wrong_family
-from lora_rocm.families.lora_file_names import FileNames
+from lora_rocm.families.lora_file_names import LoraFileNames
 from lora_rocm.families.objectives.base import Prediction
 from lora_rocm.families.objectives.loss import LOSS_MASK
 from lora_rocm.foundation.names import BUILTIN
@@ -91,7 +91,7 @@ class CausalLM:
     inpaints = False
     all_components = (COMPONENT,)
     encoder_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
-    files = FileNames(  # no format of the spec is read by diffusers
+    files = LoraFileNames(  # no format of the spec is read by diffusers
         {COMPONENT: "base_model.model."}, "folded", lambda _, module: f"base_model.model.{module}", lambda *file: {}
     )
     lora_targets = {

@@ -26,7 +26,7 @@ from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
 from lora_rocm.families.common.vae import pixels_per_latent
-from lora_rocm.families.lora_file_names import FileNames
+from lora_rocm.families.lora_file_names import LoraFileNames
 from lora_rocm.families.objectives.base import CONTROL_LATENTS, HIDDEN_MASK, MEAN, SEEN_LATENTS, STD, LatentSpace
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
@@ -92,7 +92,7 @@ class LatentFamily(ABC):
 
     @property
     @abstractmethod
-    def files(self) -> FileNames: ...
+    def files(self) -> LoraFileNames: ...
 
     @property
     def prediction_type(self) -> str:

@@ -39,7 +39,7 @@ from lora_rocm.families.flux.encoders import (
     t5_part,
 )
 from lora_rocm.families.flux.spec import FluxSection
-from lora_rocm.families.lora_file_names import FileNames
+from lora_rocm.families.lora_file_names import LoraFileNames
 from lora_rocm.families.objectives.base import CONTROL_LATENTS, Prediction
 from lora_rocm.recipe.schema import Recipe
 
@@ -120,7 +120,7 @@ class Flux(TransformerFamily):
         return {STATES: states, POOLED: torch.zeros(rows, config.whole("pooled_projection_dim"))}
 
     @cached_property
-    def files(self) -> FileNames:
+    def files(self) -> LoraFileNames:
         return replace(super().files, original=names.original_rows)
 
     def check(self, source: BaseSource) -> tuple[str, ...]:

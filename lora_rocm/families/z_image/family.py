@@ -25,7 +25,7 @@ from lora_rocm.families.common.dit.blocks.z_image import fuse
 from lora_rocm.families.common.dit.detect import called_otherwise
 from lora_rocm.families.common.dit.family import TransformerFamily
 from lora_rocm.families.common.vae import VAE, VaeEncoder
-from lora_rocm.families.lora_file_names import FileNames, Rows
+from lora_rocm.families.lora_file_names import LoraFileNames, Rows
 from lora_rocm.families.z_image import names
 from lora_rocm.families.z_image.forward import CAPTION_MULTIPLE, predicted
 from lora_rocm.families.z_image.spec import ZImageSection
@@ -81,7 +81,7 @@ class ZImage(TransformerFamily):
         return caption_lm.zeros(rows, MAX_TOKENS, self.source.config("transformer").whole("cap_feat_dim"))
 
     @cached_property
-    def files(self) -> FileNames:
+    def files(self) -> LoraFileNames:
         """As ``TransformerFamily.files``, with names for musubi-tuner.
 
         These names are based on diffusers' module names, with no modules fused.

@@ -22,7 +22,7 @@ from lora_rocm.families.common.dit import detect
 from lora_rocm.families.common.dit.sampling import sample_images
 from lora_rocm.families.common.latent_family import LatentFamily
 from lora_rocm.families.common.recompute import Recomputing
-from lora_rocm.families.lora_file_names import FileNames
+from lora_rocm.families.lora_file_names import LoraFileNames
 from lora_rocm.families.objectives import schedulers
 from lora_rocm.families.objectives.base import Prediction
 from lora_rocm.families.objectives.flow import FlowObjective
@@ -42,7 +42,7 @@ class TransformerFamily(LatentFamily):
 
     Attributes:
         pipeline: diffusers class that loads LoRA files.
-        prefixes: see ``FileNames``.
+        prefixes: see ``LoraFileNames``.
         reader_options: additional arguments of the pipeline's ``load_lora_into_transformer``.
         block_lists: lengths of the first recomputed segments (found by counting memory) by the path of a block list in
             the transformer, in forward order. They apply if all blocks are recomputed; see ``Recomputing.segments``.
@@ -94,9 +94,11 @@ class TransformerFamily(LatentFamily):
         return quantised(self.recipe.model.text_encoder_quantization, self.language_layers)
 
     @cached_property
-    def files(self) -> FileNames:
+    def files(self) -> LoraFileNames:
         """Names in LoRA files: a prefix followed by the module's name in diffusers."""
-        return FileNames(self.prefixes, "folded", lambda part, name: self.prefixes[part] + name, self.load_in_diffusers)
+        return LoraFileNames(
+            self.prefixes, "folded", lambda part, name: self.prefixes[part] + name, self.load_in_diffusers
+        )
 
     def check_file(self, header: TensorFileHeader) -> None:
         detect.check_file(header, self.recipe.model.name_or_path, self.recipe.spec, self.recipe.registry)

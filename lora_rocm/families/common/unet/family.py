@@ -23,7 +23,7 @@ from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.families.common.unet import detect, fused_unet, inpainting, lora_file_names
 from lora_rocm.families.common.unet.sampling import sample_images
 from lora_rocm.families.common.vae import VaeEncoder
-from lora_rocm.families.lora_file_names import FileNames, Rows
+from lora_rocm.families.lora_file_names import LoraFileNames, Rows
 from lora_rocm.families.objectives import schedulers
 from lora_rocm.families.objectives.base import SEEN_LATENTS, Prediction
 from lora_rocm.families.objectives.ddpm import DdpmObjective, DdpmSettings, check_weighting
@@ -46,7 +46,7 @@ class LdmFamily(LatentFamily):
     Attributes:
         expected: properties by which the family's models are recognised.
         pipeline: diffusers class that loads LoRA files and samples previews.
-        prefixes: see ``FileNames``.
+        prefixes: see ``LoraFileNames``.
         token_names: names in the batch of the token ids, one for each text encoder.
     """
 
@@ -87,10 +87,10 @@ class LdmFamily(LatentFamily):
 
     @abstractmethod
     def kohya_key(self, component: str, module: str) -> str:
-        """Return a module's name in kohya's format, as ``FileNames.key``."""
+        """Return a module's name in kohya's format, as ``LoraFileNames.key``."""
 
     @cached_property
-    def files(self) -> FileNames:
+    def files(self) -> LoraFileNames:
         def original(component: str, module: str, rows: int) -> Rows:
             if component != self.component:
                 return ()
@@ -99,7 +99,7 @@ class LdmFamily(LatentFamily):
         def scripts(component: str, module: str, rows: int) -> Rows:
             return ((self.kohya_key(component, module), 0, rows),)  # kohya's scripts read kohya's names
 
-        return FileNames(self.prefixes, "kohya", self.kohya_key, self._load_in_diffusers, original, scripts)
+        return LoraFileNames(self.prefixes, "kohya", self.kohya_key, self._load_in_diffusers, original, scripts)
 
     def check(self, source: BaseSource) -> tuple[str, ...]:
         notices, config = detect.check(source, self.expected, self.recipe.registry), self._scheduler_config(source)
