@@ -114,7 +114,7 @@ def import_config(
     option: ForeignOptions = None,
     strict: Annotated[bool, typer.Option("--strict", help="End with 2 if a loss changes the weights.")] = False,
 ) -> int:
-    """Make a recipe of another trainer's configuration."""
+    """Convert another trainer's configuration to a recipe."""
     from lora_rocm.commands import import_config
 
     found = import_config.import_config(files, option or (), target)

@@ -368,7 +368,7 @@ def unfinished_faults(module: Module) -> Iterator[str]:
 
 
 def encoding_faults(module: Module) -> Iterator[str]:
-    """Text read or written in whatever encoding the machine happens to have."""
+    """Text read or written in an encoding that depends on the machine."""
     for node in module.nodes:
         if isinstance(node, ast.Call) and _is_text_io(node):
             if not any(keyword.arg in ("encoding", None) for keyword in node.keywords):

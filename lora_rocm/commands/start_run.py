@@ -107,6 +107,16 @@ def render(result: RunResult) -> str:
     return "\n".join(lines)
 
 
+def next_commands(result: RunResult, recipe: Recipe) -> str:
+    """Return the commands that show what a finished LoRA for images has learned; empty if there is none."""
+    if result.outcome not in ("done", "complete") or recipe.spec.trains_on_texts:
+        return ""
+    prompts = [prompt if isinstance(prompt, str) else prompt.prompt for prompt in recipe.sample.prompts]
+    run = str(result.run_dir)
+    commands = (["sample", run, "--prompt", *(prompts or ["a prompt"])[:1]], ["compare", run])
+    return "\n".join(["See what it learned:", *(f"  {quoted(['lora-rocm', *words])}" for words in commands)])
+
+
 def prepare_run(request: RunRequest, notify: Notify = unheard) -> PreparedRun:
     """Read the recipe and examine the machine. A run that cannot work is refused before any file is created.
 

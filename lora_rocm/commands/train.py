@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 from lora_rocm.commands.output import Output
 from lora_rocm.commands.run_request import RunRequest
-from lora_rocm.commands.start_run import prepare_run, render
+from lora_rocm.commands.start_run import next_commands, prepare_run, render
 from lora_rocm.commands.worker_log import followed
 from lora_rocm.errors import UserError
 from lora_rocm.foundation.terminal_text import printable
@@ -36,6 +36,8 @@ def train(request: RunRequest, output: Output | None = None) -> int:
         with followed(run.run_dir.worker_log, output.detail) if output.verbose else nullcontext():
             result = run.train(on_event, progress.notify)
     output.show(result, render(result))
+    if following := next_commands(result, run.loaded.recipe):
+        output.notify(following)
     return result.exit_code
 
 

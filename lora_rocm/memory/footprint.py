@@ -179,7 +179,7 @@ class _Watch:
 
 
 def _by_storage(values: Any) -> list[Tensor]:
-    """Of the tensors among the values, return one per storage, because two views may share a storage."""
+    """Return the tensors among the values, but only one per storage, because two views may share a storage."""
     tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
     return list({tensor.untyped_storage()._cdata: tensor for tensor in tensors}.values())
 
@@ -208,7 +208,7 @@ def counted(
 
 
 def _key(recipe: Recipe, family: ModelFamily, dtype: torch.dtype, more: list[object]) -> str:
-    """The cache key: a hash of everything that a footprint depends on. From the base only its shapes are included."""
+    """The cache key: a hash of everything that a footprint depends on. Of the base, only the shapes are included."""
     software = (__version__, torch.__version__, version("diffusers"), version("peft"))
     lora = recipe.lora.model_dump(mode="json", exclude={"init_from", "alpha"})
     kernels = available(META)
@@ -257,7 +257,7 @@ def meta_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu: 
 
 
 def to_meta(component: nn.Module) -> nn.Module:
-    """Move a component to the meta device. Unlike ``Module.to``, this keeps weights tied that have several names."""
+    """Move a component to the meta device. Unlike ``Module.to``, this keeps weights with several names tied."""
     moved: dict[Tensor, nn.Parameter] = {}
     for owner in component.modules():
         for key, weight in list(owner.named_parameters(recurse=False)):

@@ -174,8 +174,8 @@ class MemoryManager:
     def probe(self, family: ModelFamily, model: LoadedModel, transfer: DeviceTransfer, run: Pass) -> None:
         """Run one pass with zeros of the largest shape before the first step, and measure its memory.
 
-        The measurement corrects the estimates. Another plan is applied if this one does not fit, or if the other is
-        faster. A plan that runs out of memory is replaced at once. Does nothing if memory is not planned.
+        The measurement corrects the estimates. The plan is replaced if it does not fit, or if another one is faster. A
+        plan that runs out of memory is replaced at once. Does nothing if memory is not planned.
 
         Args:
             family: the model's family.

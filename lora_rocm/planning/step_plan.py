@@ -136,7 +136,7 @@ class Footprint:
         shape: shape of these samples, as text.
         cost: cost of one sample. Activations and work are proportional to it.
         weight_bytes: frozen weights, all on the GPU unless blocks are offloaded.
-        adapter_bytes: trained weights, and the gradients of a pass, moments and average.
+        adapter_bytes: trained weights with their gradients, moments and average.
         gradient_bytes: buffer that accumulates gradients. Unless kept, it is allocated after activations are freed.
         landing_bytes: staging buffer of the gradients, also allocated after activations are freed.
         blocks: the repeated blocks in forward order.
@@ -185,7 +185,7 @@ class Footprint:
         return cls(**{**value, **parts, "kernels": kernels})
 
     def with_adapter(self, smaller: SmallerAdapter) -> Footprint:
-        """Return the footprint with another adapter. Its activations are so few that they are not changed."""
+        """Return the footprint with another adapter. An adapter has so few activations that they are not adjusted."""
         return replace(
             self,
             adapter_bytes=smaller.adapter_bytes,
@@ -270,7 +270,7 @@ class StepRequirements:
         shapes: number of sample shapes. The first pass of a new shape is not captured, and needs memory in addition to
             the captured passes.
         correction: ratio of measured to counted activations.
-        all_offloaded: whether every block is offloaded, and not as few as possible.
+        all_offloaded: whether every block is offloaded, instead of as few as possible.
         keeps_attention: whether recomputed blocks may keep the output of their attention.
         unpacks_once: whether the unpacked weights of a recomputed block may stay until its backward pass is over.
     """

@@ -219,7 +219,7 @@ def _file_size(path: Path) -> str:
 
 
 def _concept(facts: ReportData, headline: bool) -> ReportBox | None:
-    """The concept score's box, if ``headline`` is what ``is_headline`` returns for the score; otherwise None.
+    """Return the box for the concept score, or None if ``is_headline`` of the score differs from ``headline``.
 
     Scores for texts, which runs of earlier versions have, are not shown.
     """
@@ -303,7 +303,10 @@ def _held_out_plots(name: str, losses: list[Point], are_entropies: bool) -> Iter
 
 
 def _measures(facts: ReportData) -> dict[str, list[Point]]:
-    """Other values of the held-out samples, by name; if a step was repeated, its newest value."""
+    """Values of the held-out samples other than the loss, by name.
+
+    If a step was repeated, only its newest value is included.
+    """
     found = defaultdict[str, dict[float, float]](dict)
     for event in facts.view.all(ValidationEvent):
         for name, value in event.measures.items():

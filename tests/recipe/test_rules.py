@@ -223,7 +223,7 @@ def test_a_wrong_value_elsewhere_hides_no_rule(name: str) -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_wrong_value_that_a_rule_reads_is_told_alone(name: str) -> None:
-    """The control: the rule is not checked then, whatever is in the place of the value."""
+    """The control: the rule is not checked then, for anything in the place of the value."""
     rule = TABLE[name]
     data = together(EXAMPLES[name])
     assert data is not None
