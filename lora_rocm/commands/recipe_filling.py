@@ -383,7 +383,7 @@ def fill_gpu(draft: RecipeDraft, card: str | None, buckets: Sequence[int], notif
         LoraRocmError: the model cannot be used, or ``card`` is not an amount of memory.
     """
     from lora_rocm.commands import plan
-    from lora_rocm.planning.step_plan import choose
+    from lora_rocm.planning.step_choice import choose
     from lora_rocm.planning.step_requirements import does_not_fit, plan_text
     from lora_rocm.rules.this_machine import situation_here
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from lora_rocm.device.kept_attention import attention_output
 from lora_rocm.hardware.settings import Settings
 
 Attend = Callable[..., Tensor]
@@ -209,9 +210,14 @@ class _Grouped(torch.autograd.Function):
     ) -> Tensor:
         scores_bytes = COPIES * query_NSD.shape[1] * key_NTD.shape[1] * torch.float32.itemsize
         ctx.how = is_causal, scale, products, max(1, group_bytes // scores_bytes)
-        output_NSD = query_NSD.new_empty((*query_NSD.shape[:2], value_NTD.shape[-1]))
-        for q, k, v, out in _split(ctx.how, query_NSD, key_NTD, value_NTD, output_NSD):
-            out.copy_(_probabilities(q, k, ctx.how).to(products) @ v.to(products))
+
+        def compute() -> Tensor:
+            made_NSD = query_NSD.new_empty((*query_NSD.shape[:2], value_NTD.shape[-1]))
+            for q, k, v, out in _split(ctx.how, query_NSD, key_NTD, value_NTD, made_NSD):
+                out.copy_(_probabilities(q, k, ctx.how).to(products) @ v.to(products))
+            return made_NSD
+
+        output_NSD = attention_output(compute)
         ctx.save_for_backward(query_NSD, key_NTD, value_NTD, output_NSD)
         return output_NSD
 

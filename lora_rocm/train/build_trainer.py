@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -126,6 +127,7 @@ def first_pass(
         compiler.warm_up(compilation.zero_passes(artifacts.family, artifacts.transfer, rows, eager.run))
     _forget(weights, memory)
     trainer.relief.parts, trainer.relief.recomputes = memory.parts, memory.recomputes_all
+    trainer.relief.least = partial(memory.least_recomputing, artifacts.family, artifacts.model)
     if not memory.captures:
         trainer.engine.graphs = None
         artifacts.guard.use_graphs(None)

@@ -81,6 +81,7 @@ def load_model(
     family.fuse(model, triton=triton and not compiled)
     for component in model.components.values():
         use_implementation(component, implementation_for(start.device, triton and not compiled))
+    memory.implementation = implementation_for(start.device, triton)
     memory.apply(family, model)
     empty_pools()
     return model, adapter, training_adapter, triton

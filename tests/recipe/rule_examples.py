@@ -179,6 +179,7 @@ EXAMPLES: dict[str, Example] = {
     **_both("output", "save_every_n_steps", "save_every_n_epochs"),
     "a-source-has-no-larger-batches": {"data.sources": [{"path": "a", "max_batch_size": 2}]},
     "compiled-for-gpus": {"runtime.device": "cpu", "runtime.compile": "full"},
+    "compiled-blocks-are-recomputed-plainly": {"runtime.compile": "regional", "runtime.memory": "attention"},
     "activations-are-kept-or-recomputed": {"runtime.memory": "keep", "train.gradient_checkpointing": True},
     **{
         f"alone:{name}": {name: value}

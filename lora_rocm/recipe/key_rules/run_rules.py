@@ -79,5 +79,13 @@ RULES: tuple[RecipeRule, ...] = (
         "Remove one of them.",
         at="runtime.memory",
     ),
+    RecipeRule(
+        "compiled-blocks-are-recomputed-plainly",
+        ("runtime.compile", "runtime.memory"),
+        lambda compile, memory: compile in ("regional", "full") and memory in ("attention", "inputs"),
+        "compiled blocks are recomputed as a whole, so {1} is not possible",
+        "Set runtime.memory to auto, or remove compile.",
+        at="runtime.memory",
+    ),
     *ALONE,
 )
