@@ -1,0 +1,55 @@
+// What every page needs: the live stream, the switch of colours, and buttons that copy.
+
+/** The live stream of this tab. Each name in a message becomes an event "live:NAME" of the body; steps are in detail. */
+function openStream(address) {
+  const lost = document.getElementById("live-lost");
+  const stream = new EventSource(address);
+  stream.addEventListener("open", () => { lost.hidden = true; });
+  stream.addEventListener("error", () => {
+    lost.hidden = false;
+    if (stream.readyState === EventSource.CLOSED) setTimeout(() => openStream(address), 3000);
+  });
+  stream.addEventListener("live", (message) => {
+    const { changed, steps } = JSON.parse(message.data);
+    for (const name of changed) {
+      document.body.dispatchEvent(new CustomEvent(`live:${name}`, { detail: { steps } }));
+    }
+  });
+  addEventListener("pagehide", () => stream.close(), { once: true });
+}
+
+class CopyButton extends HTMLElement {
+  connectedCallback() {
+    if (this.firstChild) return;
+    const button = document.createElement("button");
+    button.type = "button";
+    button.textContent = this.dataset.copy;
+    button.addEventListener("click", async () => {
+      const text = this.previousElementSibling.textContent;
+      try {
+        await navigator.clipboard.writeText(text);
+        button.textContent = this.dataset.copied;
+      } catch {
+        getSelection().selectAllChildren(this.previousElementSibling);
+        button.textContent = this.dataset.byHand;
+      }
+      setTimeout(() => { button.textContent = this.dataset.copy; }, 2000);
+    });
+    this.append(button);
+  }
+}
+customElements.define("copy-button", CopyButton);
+
+const theme = document.getElementById("theme");
+theme.value = document.documentElement.dataset.theme ?? "";
+theme.addEventListener("change", () => {
+  document.documentElement.dataset.theme = theme.value;
+  try {
+    localStorage.setItem("theme", theme.value);
+  } catch {
+    // storage is switched off: the choice holds for this page
+  }
+  document.body.dispatchEvent(new CustomEvent("theme"));
+});
+
+openStream(document.body.dataset.live ?? "/live");
