@@ -70,7 +70,8 @@ def main() -> int:
     project, extras = data["project"], data["project"]["optional-dependencies"]
     major, oldest = numbers(ANY_TORCH)
     torches = [f"torch=={major}.{minor}.*" for minor in range(oldest, NEWEST_TORCH[1] + 1)]
-    run = [*project["dependencies"], *data["build-system"]["requires"], *BUILDS, torches[-1]]
+    of_project = [*project["dependencies"], *extras["ui"]]  # a checkout has the web page as well
+    run = [*of_project, *data["build-system"]["requires"], *BUILDS, torches[-1]]
     with tempfile.TemporaryDirectory(prefix="lora-rocm-lock-", ignore_cleanup_errors=True) as name:
         uv, folder = install_uv(Path(name) / "tools"), Path(name)
         of_run, of_pip = resolved(uv, folder, run), resolved(uv, folder, ["pip"])

@@ -1,4 +1,4 @@
-"""Pages and their pieces, rendered from ``templates/*.html.j2``. Only templates write markup; they escape every text."""
+"""Pages and their pieces, rendered from ``templates/*.html.j2``. Only templates write markup, and escape every text."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def environment() -> Environment:
         lstrip_blocks=True,
         auto_reload=False,
     )
-    made.globals |= {"t": t, "url": url}
+    made.globals["t"], made.globals["url"] = t, url
     made.filters |= {
         "size": size_text,
         "number": number_text,
@@ -82,17 +82,17 @@ def require_templates() -> None:
     require_texts(keys, prefixes)
 
 
-def page(request: Request, template: str, status: int = 200, **values: object) -> HTMLResponse:
+def page(request: Request, template: str, http_status: int = 200, **values: object) -> HTMLResponse:
     """Return a whole page. The template extends ``base.html.j2``."""
     text = environment().get_template(template).render(_common(request, values))
-    return HTMLResponse(text, status, headers={"vary": "HX-Request"})
+    return HTMLResponse(text, http_status, headers={"vary": "HX-Request"})
 
 
-def fragment(request: Request, template: str, block: str, status: int = 200, **values: object) -> HTMLResponse:
+def fragment(request: Request, template: str, block: str, http_status: int = 200, **values: object) -> HTMLResponse:
     """Return one block of a template, to replace a piece of a page."""
     found = environment().get_template(template)
     context = found.new_context(_common(request, values))
-    return HTMLResponse("".join(found.blocks[block](context)), status)
+    return HTMLResponse("".join(found.blocks[block](context)), http_status)
 
 
 def is_fragment(request: Request) -> bool:
