@@ -55,18 +55,18 @@ def ui(
         MachineError: the packages of the page are not installed, or no port is free.
     """
     require_ui_packages()
-    from lora_rocm.ui import server
+    from lora_rocm.ui.server import PageServer, open_browser
 
     if not folder.is_dir():
         fix = "Name a folder that exists, or leave the argument away to use this one."
         raise UserError("no-folder", "There is no such folder.", where=str(folder), fix=fix)
-    with server.served(folder, runs, host, port, notify) as (link, serve):
-        show(UiResult(link, folder.resolve(), (folder / runs).resolve()))
+    with PageServer.listening(folder, runs, host, port, notify) as server:
+        show(UiResult(server.link, folder.resolve(), server.context.folders.runs))
         if host not in (HOST, "localhost", "::1"):
             notify("Other machines can open this link. The connection is not encrypted: use it in a network you trust.")
         if opens_browser:
-            server.open_browser(link)
-        serve()
+            open_browser(server.link)
+        server.serve()
 
 
 def render(result: UiResult) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import parse_qs, parse_qsl, urlencode, urlsplit
 
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -55,12 +56,18 @@ class Refusal(Exception):
         self.status, self.text = status, text
 
 
-class TooLargeError(Exception):
-    """The body is larger than allowed."""
+class TooLargeError(HTTPException):
+    """The body is larger than allowed. A handler that reads the body passes it on."""
+
+    def __init__(self) -> None:
+        super().__init__(413, "This request is too large.")
 
 
-class TooSlowError(Exception):
-    """The client did not send the next piece in time."""
+class TooSlowError(HTTPException):
+    """The client did not send the next piece of the body in time. A handler that reads the body passes it on."""
+
+    def __init__(self) -> None:
+        super().__init__(408, "This request took too long to arrive.")
 
 
 class Guard:
@@ -90,21 +97,11 @@ class Guard:
         except Refusal as refusal:
             await PlainTextResponse(refusal.text + "\n", refusal.status)(scope, receive, _with_headers(send))
             return
-        except (TooLargeError, TooSlowError) as error:
-            await _answer_to(error)(scope, receive, _with_headers(send))
+        except HTTPException as error:
+            answer = PlainTextResponse(f"{error.detail}\n", error.status_code)
+            await answer(scope, receive, _with_headers(send))
             return
-        # a body that the handler reads may turn out too large or too slow
-        began, guarded = [False], _with_headers(send)
-
-        async def noted(message: Message) -> None:
-            began[0] = True
-            await guarded(message)
-
-        try:
-            await self.app(scope, receive, noted)
-        except (TooLargeError, TooSlowError) as error:
-            if not began[0]:
-                await _answer_to(error)(scope, receive, guarded)
+        await self.app(scope, receive, _with_headers(send))
 
     def _require_host(self, headers: Headers) -> None:
         """Refuse a name that is not this machine's: a page from elsewhere could resolve its own name to it."""
@@ -166,12 +163,6 @@ class Guard:
             if is_same(fields.get(CSRF_FIELD, [""])[0], self.access.csrf):
                 return _again(body, receive)
         raise Refusal(403, "This request lacks the proof that a page of this server made it. Reload the page.")
-
-
-def _answer_to(error: TooLargeError | TooSlowError) -> Response:
-    if isinstance(error, TooLargeError):
-        return PlainTextResponse("This request is too large.\n", 413)
-    return PlainTextResponse("This request took too long to arrive.\n", 408)
 
 
 def _own_names(host: str) -> set[str]:

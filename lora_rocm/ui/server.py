@@ -11,7 +11,8 @@ import socket
 import sys
 import threading
 import webbrowser
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from lora_rocm.commands.output import unheard
 from lora_rocm.errors import MachineError, UserError
 from lora_rocm.ui.access import Access
 from lora_rocm.ui.application import create_app
@@ -138,35 +140,58 @@ def _address_here() -> str:
     return ""
 
 
-@contextlib.contextmanager
-def served(
-    working: Path, runs: Path, host: str, port: int, notify: Callable[[str], None]
-) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Prepare a server. Yield its link, and the function that serves until it is stopped.
+@dataclass
+class PageServer:
+    """A server that listens, and answers once ``serve`` is called. As a context it closes its socket at the end.
 
-    Args:
-        working: the folder whose files the page may show and change.
-        runs: the folder of runs.
-        host: address to listen on.
-        port: first port to try; 0 for any.
-        notify: receives lines for the terminal.
-
-    Raises:
-        UserError, MachineError: see ``listen``.
+    Attributes:
+        link: the address with the token.
+        context: what its handlers share.
     """
-    found = listen(host, port, notify)
-    try:
+
+    link: str
+    context: UiContext
+    _server: UiServer
+    _socket: socket.socket
+
+    @classmethod
+    def listening(
+        cls, working: Path, runs: Path, host: str, port: int, notify: Callable[[str], None] = unheard
+    ) -> PageServer:
+        """Return a server that listens on a free port.
+
+        Args:
+            working: the folder with the files that the page may show and change.
+            runs: the folder of runs, relative to ``working``.
+            host: address to listen on.
+            port: first port to try; 0 for any.
+            notify: receives lines for the terminal.
+
+        Raises:
+            UserError, MachineError: see ``listen``.
+        """
+        found = listen(host, port, notify)
         access = Access(found.getsockname()[1])
         context = UiContext(Folders(working, runs), access, notify)
         server = UiServer(_config(create_app(context, host)), context)
+        return cls(link_of(host, access), context, server, found)
 
-        def serve() -> None:
-            with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again after it has ended
-                server.run(sockets=[found])
+    def serve(self) -> None:
+        """Answer requests until Ctrl-C, SIGTERM or ``stop``."""
+        with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again after it has ended
+            self._server.run(sockets=[self._socket])
 
-        yield link_of(host, access), serve
-    finally:
-        found.close()
+    def stop(self) -> None:
+        """Ask the server to end, from any thread."""
+        self.context.close()
+        self._server.should_exit = True
+
+    def __enter__(self) -> PageServer:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.context.close()
+        self._socket.close()
 
 
 def _config(app: Any) -> uvicorn.Config:
