@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
 
 from lora_rocm.errors import LoraRocmError, UserError
 from lora_rocm.ui.context import UiContext, context_of
@@ -19,7 +20,7 @@ from lora_rocm.ui.live import offsets_of
 from lora_rocm.ui.pages import machine, run, start
 from lora_rocm.ui.part import Part
 from lora_rocm.ui.rendering import problem, require_templates
-from lora_rocm.ui.security import Guard
+from lora_rocm.ui.security import RequestGuard
 
 STATIC = Path(__file__).with_name("static")
 PARTS: Sequence[Part] = (start.PART, run.PART, machine.PART)
@@ -29,17 +30,17 @@ PARTS: Sequence[Part] = (start.PART, run.PART, machine.PART)
 class StaticFolder(StaticFiles):
     """The program's own files. A browser asks each time whether its copy is still current."""
 
-    def file_response(self, *args: Any, **kwargs: Any) -> Response:
-        answer = super().file_response(*args, **kwargs)
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        answer = await super().get_response(path, scope)
         answer.headers["cache-control"] = "no-cache"
         return answer
 
 
-def create_app(context: UiContext, host: str = "127.0.0.1") -> Guard:
+def create_app(context: UiContext, host: str = "127.0.0.1") -> RequestGuard:
     """Return the application of one server.
 
     Args:
-        context: what the handlers share.
+        context: the values that the handlers share.
         host: the value of ``--host``.
 
     Raises:
@@ -56,7 +57,7 @@ def create_app(context: UiContext, host: str = "127.0.0.1") -> Guard:
     }
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.state.ui = context
-    return Guard(app, context.access, host)
+    return RequestGuard(app, context.access, host)
 
 
 async def live_stream(request: Request) -> Response:

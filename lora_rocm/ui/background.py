@@ -1,7 +1,7 @@
 """Long work that a page starts: one thread each, which waits for a child process or reads many files.
 
 A handler returns at once, and the page shows ``progress`` until the work ends. The page learns of each change by the
-live stream. Work ends with the server: what has to outlive it, such as training, is its own process (``ui.launch``).
+live stream. Work ends with the server. Training outlives it, because it is its own process.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Work:
 
     Attributes:
         key: the name under which a page finds it.
-        lines: what it has reported, the newest last.
+        lines: its reported lines, the newest last.
         done, total: counted progress; total is 0 if it is not countable.
-        result: what it returned.
+        result: the value that it returned.
         error: the error with which it ended.
         began_s: when it began, in seconds since the epoch.
     """

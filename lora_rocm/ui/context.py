@@ -1,4 +1,4 @@
-"""What all handlers share: the folders, the secrets, the live stream, edits and background work of one server."""
+"""The values that all handlers of one server share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lora_rocm.ui.part import Part
 
 @dataclass
 class UiContext:
-    """What the handlers of one server share.
+    """The values that the handlers of one server share.
 
     Attributes:
         folders: the folders that requests may name.

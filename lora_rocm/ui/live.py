@@ -1,4 +1,4 @@
-"""The live stream: one stream of server-sent events for each tab, which tells a page what has changed.
+"""The live stream: one stream of server-sent events for each tab, which notifies a page of changes.
 
 One thread reads the event files of the runs that are being watched, from the place where each stream is. The ``id`` of
 a message has the number of bytes read of both event files, so a reconnecting browser continues at the same place. A
@@ -32,7 +32,7 @@ LOCKS_EVERY = 4
 KEEP_ALIVE_S = 15.0
 MAX_STREAMS = 64
 MAX_WAITING = 256
-"""Messages that wait for a slow browser. Beyond that, it is told to ask for everything again."""
+"""Messages that wait for a slow browser. Beyond that, it has to ask for everything again."""
 MAX_STEPS = 500
 """Steps in one message; a page that missed more asks for the whole curve."""
 RESET, GONE = "reset", "gone"
@@ -51,7 +51,7 @@ def _size(path: Path) -> int:
 
 @dataclass(frozen=True)
 class LiveMessage:
-    """One message of the stream. changed: the names of what has changed. steps: new steps, as lists of numbers."""
+    """One message of the stream. changed: the names of the changes. steps: new steps, as lists of numbers."""
 
     id: str
     changed: frozenset[str]
@@ -63,7 +63,7 @@ class LiveMessage:
 
 
 @dataclass(eq=False)
-class Stream:
+class TabStream:
     """The stream of one tab.
 
     Attributes:
@@ -93,7 +93,7 @@ class Stream:
             return "0-0"
         return "-".join(str(reader.offset) for reader in self.readers)
 
-    def put(self, message: LiveMessage | None) -> None:
+    def enqueue(self, message: LiveMessage | None) -> None:
         """Queue a message; called in the event loop. A browser that is too slow gets RESET in place of all others."""
         if self.queue.full():
             while not self.queue.empty():
@@ -102,7 +102,7 @@ class Stream:
         self.queue.put_nowait(message)
 
     def poll(self, *, with_lock: bool) -> LiveMessage | None:
-        """Return a message about what is new in the run, or None. Called in the live thread."""
+        """Return a message about new events of the run, or None. Called in the live thread."""
         assert self.run_dir is not None
         if not is_run(self.run_dir.path):
             was_there, self.is_gone = not self.is_gone, True
@@ -143,7 +143,7 @@ class Live:
     """The live streams of one server, and the thread that feeds them. The thread exists while there are streams."""
 
     def __init__(self, folders: Folders) -> None:
-        self._folders, self._lock, self._streams = folders, threading.Lock(), list[Stream]()
+        self._folders, self._lock, self._streams = folders, threading.Lock(), list[TabStream]()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._known: dict[Path, tuple[float, bool]] = {}
@@ -152,9 +152,9 @@ class Live:
     def num_streams(self) -> int:
         return len(self._streams)
 
-    def subscribe(self, run_dir: RunDir | None, offsets: tuple[int, int]) -> Stream | None:
+    def subscribe(self, run_dir: RunDir | None, offsets: tuple[int, int]) -> TabStream | None:
         """Begin a stream; None if there are too many, or the server is about to end."""
-        stream = Stream(asyncio.get_running_loop(), run_dir, offsets)
+        stream = TabStream(asyncio.get_running_loop(), run_dir, offsets)
         with self._lock:
             if len(self._streams) >= MAX_STREAMS or self._closed.is_set():
                 return None
@@ -164,7 +164,7 @@ class Live:
                 self._thread.start()
         return stream
 
-    def unsubscribe(self, stream: Stream) -> None:
+    def unsubscribe(self, stream: TabStream) -> None:
         with self._lock:
             if stream in self._streams:
                 self._streams.remove(stream)
@@ -184,7 +184,7 @@ class Live:
         for stream in streams:
             self._send(stream, None)
 
-    async def messages(self, stream: Stream) -> AsyncIterator[bytes]:
+    async def messages(self, stream: TabStream) -> AsyncIterator[bytes]:
         """Yield the bytes of a stream until the browser leaves or the server ends."""
         try:
             yield b"retry: 1000\n\n"
@@ -200,9 +200,9 @@ class Live:
         finally:
             self.unsubscribe(stream)
 
-    def _send(self, stream: Stream, message: LiveMessage | None) -> None:
+    def _send(self, stream: TabStream, message: LiveMessage | None) -> None:
         with contextlib.suppress(RuntimeError):  # its loop has ended
-            stream.loop.call_soon_threadsafe(stream.put, message)
+            stream.loop.call_soon_threadsafe(stream.enqueue, message)
 
     def _feed(self) -> None:
         number = 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlencode
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, nodes
@@ -128,7 +127,7 @@ def _status(error: LoraRocmError) -> int:
     return 500
 
 
-def _common(request: Request, values: Mapping[str, object]) -> dict[str, Any]:
+def _common(request: Request, values: Mapping[str, object]) -> dict[str, object]:
     """Return the values that every template may use."""
     ui = context_of(request)
     shared = {

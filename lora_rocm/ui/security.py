@@ -1,4 +1,4 @@
-"""The guard before all handlers: who may ask, what may be changed, how much may be sent, and what a page may load.
+"""The guard before all handlers: it decides who may ask, and bounds changes, sizes and the sources of a page.
 
 In this order: the Host header (another site's name that resolves to this machine is refused), the token of the link,
 the cookie, the origin of the request, the proof of a state change, and the size. Every answer gets the headers that
@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
 from urllib.parse import parse_qs, parse_qsl, urlencode, urlsplit
 
 from starlette.datastructures import Headers
@@ -70,7 +69,7 @@ class TooSlowError(HTTPException):
         super().__init__(408, "This request took too long to arrive.")
 
 
-class Guard:
+class RequestGuard:
     """Passes on only the requests of this server's user.
 
     Args:
@@ -154,12 +153,12 @@ class Guard:
             return _bounded(receive, limit)
         if is_same(headers.get(CSRF_HEADER, ""), self.access.csrf):
             return _bounded(receive, limit)
-        if kind == URLENCODED:  # a plain form: the proof is a field
+        if kind == URLENCODED:  # a plain HTML form: the proof is a field
             body = await _whole(_bounded(receive, limit))
             try:
                 fields = parse_qs(body.decode("utf-8", "replace"), max_num_fields=10_000)
             except ValueError:
-                raise Refusal(400, "This form has too many fields.") from None
+                raise Refusal(400, "There are too many fields.") from None
             if is_same(fields.get(CSRF_FIELD, [""])[0], self.access.csrf):
                 return _again(body, receive)
         raise Refusal(403, "This request lacks the proof that a page of this server made it. Reload the page.")
@@ -191,7 +190,7 @@ def _is_address(name: str) -> bool:
 
 
 def _with_headers(send: Send) -> Send:
-    async def guarded(message: MutableMapping[str, Any]) -> None:
+    async def guarded(message: Message) -> None:
         if message["type"] == "http.response.start":
             given = {name.lower() for name, _ in message["headers"]}
             added = [(name.encode(), value.encode()) for name, value in HEADERS.items() if name.encode() not in given]

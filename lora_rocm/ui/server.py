@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lora_rocm.commands.output import unheard
@@ -41,7 +41,7 @@ class TimedProtocol(H11Protocol):
 
     _timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: Any) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._watch()
 
@@ -99,7 +99,7 @@ def listen(host: str, port: int, notify: Callable[[str], None]) -> socket.socket
     for number in [port] if port == 0 else range(port, min(port + PORTS_TRIED, 65536)):
         found = socket.socket(family, socket.SOCK_STREAM)
         try:
-            _bind_alone(found, (address[0], number))
+            _bind_alone(found, (str(address[0]), number))
             found.listen(BACKLOG)
         except OSError as error:
             found.close()
@@ -113,7 +113,7 @@ def listen(host: str, port: int, notify: Callable[[str], None]) -> socket.socket
     raise MachineError("no-port", what, where=f"{host}, ports {port} to {port + PORTS_TRIED - 1}", fix=fix)
 
 
-def _bind_alone(found: socket.socket, address: tuple[Any, int]) -> None:
+def _bind_alone(found: socket.socket, address: tuple[str, int]) -> None:
     """Bind a socket so that no other program can bind the same port on Windows, and a restart can elsewhere."""
     if sys.platform == "win32":
         found.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
@@ -146,7 +146,7 @@ class PageServer:
 
     Attributes:
         link: the address with the token.
-        context: what its handlers share.
+        context: the values that its handlers share.
     """
 
     link: str
@@ -194,7 +194,7 @@ class PageServer:
         self._socket.close()
 
 
-def _config(app: Any) -> uvicorn.Config:
+def _config(app: ASGIApp) -> uvicorn.Config:
     """Return the settings of uvicorn. It logs nothing: requests contain the user's file names."""
     log = logging.getLogger("uvicorn")
     log.addHandler(logging.NullHandler())

@@ -6,7 +6,6 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 FILE = Path(__file__).with_name("texts.toml")
 
@@ -21,7 +20,7 @@ def texts() -> Mapping[str, str]:
     return dict(_flat(tomllib.loads(FILE.read_text(encoding="utf-8"))))
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _flat(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
     for name, value in table.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{name}.")

@@ -39,7 +39,14 @@ def with_hostile_texts(run_dir: RunDir) -> None:
 def with_damaged_events(run_dir: RunDir) -> None:
     """Lines that are not events, are torn, nested without end, or have numbers that are not finite."""
     write_whole_run(run_dir)
-    lines = [b"\x00" * 1000, b"{", b"[" * 100_000, b'{"type": "step"}', b'{"type": "step", "updates": 1e999}', b"\xff\xfe"]
+    lines = [
+        b"\x00" * 1000,
+        b"{",
+        b"[" * 100_000,
+        b'{"type": "step"}',
+        b'{"type": "step", "updates": 1e999}',
+        b"\xff\xfe",
+    ]
     with run_dir.events().open("ab") as file:
         file.write(b"\n".join(lines) + b'\n{"type": "st')
 

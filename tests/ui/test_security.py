@@ -1,4 +1,4 @@
-"""Who may ask: links, cookies, other sites, other names of this machine, state changes, sizes."""
+"""The guard of the page: links, cookies, other sites, other names of this machine, state changes, sizes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from lora_rocm.errors import UserError
 from lora_rocm.ui import security
 from lora_rocm.ui.application import PARTS
 from lora_rocm.ui.folders import Folders
-from lora_rocm.ui.rendering import environment
 from lora_rocm.ui.security import HEADERS
 from tests.ui.hostile_runs import HOSTILE, IMAGE, SCRIPT, TURNED, with_hostile_texts, with_links_out
 from tests.ui.site import ADDRESS, PORT, Site, code_of
 
-CHANGING = [route.path for part in PARTS for route in part.routes if isinstance(route, Route) and "POST" in route.methods]
+CHANGING = [
+    route.path for part in PARTS for route in part.routes if isinstance(route, Route) and "POST" in route.methods
+]
 READING = [route.path for part in PARTS for route in part.routes if isinstance(route, Route) and "GET" in route.methods]
 
 
@@ -110,17 +111,18 @@ def test_every_answer_forbids_what_a_page_does_not_need(site: Site) -> None:
     assert "unsafe" not in policy and "http" not in policy and "default-src 'none'" in policy
 
 
-def test_templates_have_no_script_or_style_inside() -> None:
-    """The policy would stop them; here it is noticed early."""
-    for name in environment().list_templates():
-        source = environment().loader.get_source(environment(), name)[0]  # type: ignore[union-attr]
-        assert not re.search(r"\son\w+\s*=|\sstyle\s*=|hx-on|\bjs:|javascript:", source), name
-        assert not re.search(r"<script(?![^>]* src=\"/static/)", source), name
-        assert not re.search(r"(?:src|href|action)=\"(?!/|#|\{\{ url\(|\{\{ each\.path)", source), name
-        assert not re.search(r"\|\s*safe\b|autoescape|Markup", source), name
-
-
-PATHS_OUT = ("..", "../other", "runs/../../other", "/etc/passwd", "~", "runs/\0", "a" * 5000, "\ud800", "C:\\Windows", "//x/y")
+PATHS_OUT = (
+    "..",
+    "../other",
+    "runs/../../other",
+    "/etc/passwd",
+    "~",
+    "runs/\0",
+    "a" * 5000,
+    "\ud800",
+    "C:\\Windows",
+    "//x/y",
+)
 
 
 @pytest.mark.parametrize("text", PATHS_OUT, ids=range(len(PATHS_OUT)))

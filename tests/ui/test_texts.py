@@ -27,7 +27,9 @@ def test_a_missing_key_is_an_error() -> None:
 
 
 def test_every_text_is_used() -> None:
-    sources = [path.read_text(encoding="utf-8") for suffix in ("*.j2", "*.py", "*.js") for path in PACKAGE.rglob(suffix)]
+    sources = [
+        path.read_text(encoding="utf-8") for suffix in ("*.j2", "*.py", "*.js") for path in PACKAGE.rglob(suffix)
+    ]
     used = {key for source in sources for key in re.findall(r"""\bt\(["']([\w.]+)["']""", source)}
     prefixes = {key for source in sources for key in re.findall(r"""\bt\(f?["']([\w.]+\.)(?:["'] ~|\{)""", source)}
     assert not [key for key in texts() if key not in used and not key.startswith(tuple(prefixes))]

@@ -1,4 +1,4 @@
-"""Files of other projects are those of their packages, byte by byte, with their licences."""
+"""Files of other projects equal their packages' files, and come with their licences."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from lora_rocm.cache_store import maintenance
 from lora_rocm.errors import UserError
 from lora_rocm.rules.this_machine import forget_here
 from lora_rocm.ui.context import UiContext, context_of
-from lora_rocm.ui.forms import text_of
+from lora_rocm.ui.fields import text_of
 from lora_rocm.ui.machine_state import examined
 from lora_rocm.ui.part import Part
 from lora_rocm.ui.rendering import fragment, page
@@ -32,7 +32,7 @@ def findings(request: Request) -> Response:
 
 
 async def add_folder(request: Request) -> Response:
-    """Add a folder whose files the page may show."""
+    """Add a folder with files that the page may show."""
     context_of(request).folders.add(Path(await text_of(request, "folder")), "added")
     return RedirectResponse("/machine#folders", 303)
 

@@ -9,7 +9,7 @@ from starlette.routing import Route
 from lora_rocm.commands.status import status
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.ui.context import context_of
-from lora_rocm.ui.forms import query_of
+from lora_rocm.ui.fields import query_of
 from lora_rocm.ui.live import live_id
 from lora_rocm.ui.part import Part
 from lora_rocm.ui.rendering import fragment, page, url

@@ -18,6 +18,14 @@ function openStream(address) {
   addEventListener("pagehide", () => stream.close(), { once: true });
 }
 
+/** The headers with which a script of this page proves a change: fetch(url, {method: "POST", headers: csrfHeaders()}). */
+export function csrfHeaders() {
+  return { "X-CSRF": document.querySelector('meta[name="csrf"]').content };
+}
+document.addEventListener("htmx:config:request", (event) => {
+  Object.assign(event.detail.ctx.request.headers, csrfHeaders());
+});
+
 class CopyButton extends HTMLElement {
   connectedCallback() {
     if (this.firstChild) return;
@@ -52,4 +60,4 @@ theme.addEventListener("change", () => {
   document.body.dispatchEvent(new CustomEvent("theme"));
 });
 
-openStream(document.body.dataset.live ?? "/live");
+openStream(document.body.dataset.live);

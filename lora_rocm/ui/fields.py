@@ -1,4 +1,4 @@
-"""Reads the fields of a form that the page posts."""
+"""Reads the fields that the page posts."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from lora_rocm.errors import UserError
 MAX_FIELDS = 10_000
 
 
-async def form_of(request: Request) -> FormData:
-    """Return the fields of a posted form. A form without files has at most ``security.MAX_BODY_BYTES``."""
+async def fields_of(request: Request) -> FormData:
+    """Return the posted fields. Without files they have at most ``security.MAX_BODY_BYTES``."""
     return await request.form(max_fields=MAX_FIELDS, max_files=MAX_FIELDS)
 
 
 async def text_of(request: Request, field: str) -> str:
-    """Return the text of a field that the form must have.
+    """Return the text of a field that must be there.
 
     Raises:
         UserError: field-missing: the field is missing or empty.
     """
-    value = (await form_of(request)).get(field)
+    value = (await fields_of(request)).get(field)
     if not isinstance(value, str) or not value.strip():
         raise UserError("field-missing", "This field is empty.", where=field, fix="Fill it in.")
     return value.strip()
