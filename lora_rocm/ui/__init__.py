@@ -57,5 +57,7 @@ Markup:
 Tests:
     ``tests/ui/site.py`` has the page without a browser (fixture ``site``), ``tests/ui/hostile_runs.py`` malicious
     runs, and ``tests/ui/browser/conftest.py`` the fixture ``tab``: Chromium with ``tab.axe()`` and
-    ``tab.widest()``. ``test_security.py`` and ``test_every_page.py`` take each new route and page by themselves.
+    ``tab.widest()``. ``test_security.py`` and ``test_every_page.py`` take each
+    new route and page by themselves. In a browser, wait with locators and ``tab.settle()``: the policy forbids
+    ``wait_for_function``.
 """

@@ -48,6 +48,10 @@ class Tab:
         assert answer is not None and answer.status < 400, f"{path}: {answer and answer.status}"
         return self.page
 
+    def settle(self) -> None:
+        """Wait for the requests of htmx. The policy forbids Playwright's ``wait_for_function``, which evaluates texts."""
+        self.page.locator(".htmx-request").first.wait_for(state="detached")
+
     def run(self, name: str) -> RunDir:
         """Write a finished run."""
         run_dir = RunDir(self.folder / "runs" / name)

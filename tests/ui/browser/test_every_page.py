@@ -14,7 +14,7 @@ PAGES = [part.path for part in PARTS]
 def test_a_page_is_accessible_and_fits(path: str, tab: Tab) -> None:
     tab.run("a-run")
     page = tab.open(path)
-    page.wait_for_function("!document.querySelector('.htmx-request')")
+    tab.settle()
     for theme in ("light", "dark"):
         page.emulate_media(color_scheme=theme)
         assert tab.axe() == [], f"{path} {theme}"
