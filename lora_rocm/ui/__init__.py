@@ -26,8 +26,9 @@ Errors:
     elsewhere sends the header ``X-Problem-Target`` with a selector (``hx-headers``).
 
 State changes:
-    ``hx-post`` needs nothing else, because ``page.js`` adds the proof (``X-CSRF``) to each request of htmx. A plain HTML form contains ``{{ proof() }}`` and the handler answers with a 303 redirect. Own scripts send
-    the header with ``fetch`` (``csrfHeaders()`` of ``page.js``). Files (``multipart/form-data``) need the header.
+    ``hx-post`` needs nothing else, because ``page.js`` adds the proof (``X-CSRF``) to each request of htmx. A plain
+    HTML form contains ``{{ proof() }}``, and the handler answers with a 303 redirect. Own scripts send the header with
+    ``fetch`` (``csrfHeaders()`` of ``page.js``). Files (``multipart/form-data``) need the header.
 
 Edits:
     A change of a file is ``context.edits.save(path, content, if_match)``: it is written completely or not at all,

@@ -49,7 +49,7 @@ class Tab:
         return self.page
 
     def settle(self) -> None:
-        """Wait for the requests of htmx. The policy forbids Playwright's ``wait_for_function``, which evaluates texts."""
+        """Wait for the requests of htmx. The policy forbids ``wait_for_function``, which evaluates text."""
         self.page.locator(".htmx-request").first.wait_for(state="detached")
 
     def run(self, name: str) -> RunDir:
