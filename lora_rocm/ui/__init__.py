@@ -14,7 +14,8 @@ Handlers:
     get everything from ``context.context_of(request)``, call the same functions as the commands, and return
     ``rendering.page`` (a whole page) or ``rendering.fragment`` (one block of the template, for htmx). A block that
     is rendered alone imports its macros inside (``{% block state scoped %}{% from "parts.html.j2" import badge with
-    context %}``), and gets all its values from the handler.
+    context %}``), and gets all its values from the handler. Modules
+    that are slow to import are imported in handlers, because the first page is due within a second.
 
 Paths:
     Text of a request becomes a path only by ``folders.resolve`` or ``folders.run``; ``folders.name_of`` is the way

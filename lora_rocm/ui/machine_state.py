@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from lora_rocm.commands.doctor import DoctorResult, doctor, result_of
+if TYPE_CHECKING:
+    from lora_rocm.commands.doctor import DoctorResult
 
 FRESH_S = 60.0
 """Age up to which findings are shown again, so that pages after one another examine the machine once."""
@@ -30,6 +32,8 @@ def examined(*, afresh: bool = False) -> DoctorResult:
     Raises:
         LoraRocmError: the machine cannot be examined.
     """
+    from lora_rocm.commands.doctor import doctor, result_of
+
     with _lock:
         if _kept.found is None or afresh or time.monotonic() - _kept.at_s > FRESH_S:
             _kept.found, _kept.at_s = result_of(doctor(quick=True)), time.monotonic()

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from lora_rocm.cache_store import maintenance
 from lora_rocm.errors import UserError
-from lora_rocm.rules.this_machine import forget_here
 from lora_rocm.ui.context import UiContext, context_of
 from lora_rocm.ui.fields import text_of
 from lora_rocm.ui.machine_state import examined
 from lora_rocm.ui.part import Part
 from lora_rocm.ui.rendering import fragment, page
+
+if TYPE_CHECKING:
+    from lora_rocm.cache_store.maintenance import CacheStats
 
 TEMPLATE = "machine.html.j2"
 CACHE = Path("cache")
@@ -39,10 +41,14 @@ async def add_folder(request: Request) -> Response:
 
 async def forget(request: Request) -> Response:
     """Forget the mitigations that failures added on this machine, as ``lora-rocm forget`` does."""
+    from lora_rocm.rules.this_machine import forget_here
+
     return fragment(request, TEMPLATE, "forgotten", said=forget_here().splitlines())
 
 
-def _caches(ui: UiContext) -> maintenance.CacheStats | None:
+def _caches(ui: UiContext) -> CacheStats | None:
+    from lora_rocm.cache_store import maintenance
+
     try:
         return maintenance.stats(ui.folders.working / CACHE)
     except UserError:  # no cache here yet

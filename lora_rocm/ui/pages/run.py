@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lora_rocm.commands.status import status
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.ui.context import context_of
 from lora_rocm.ui.fields import query_of
@@ -15,6 +16,9 @@ from lora_rocm.ui.part import Part
 from lora_rocm.ui.rendering import fragment, page, url
 from lora_rocm.ui.run_list import newest_runs
 from lora_rocm.ui.thumbnails import MEDIA_TYPE, thumbnail
+
+if TYPE_CHECKING:
+    from lora_rocm.commands.status import StatusDocument
 
 LIST, VIEW = "runs.html.j2", "run.html.j2"
 
@@ -34,14 +38,14 @@ def view(request: Request) -> Response:
     run_dir = _run(request)
     name = context_of(request).folders.name_of(run_dir.path)
     live = url("/live", **{"run": name, "from": live_id(run_dir)})
-    return page(request, VIEW, live=live, run_dir=run_dir, name=name, status=status(run_dir))
+    return page(request, VIEW, live=live, run_dir=run_dir, name=name, status=_status(run_dir))
 
 
 def state(request: Request) -> Response:
     """The state of one run, again."""
     run_dir = _run(request)
     name = context_of(request).folders.name_of(run_dir.path)
-    return fragment(request, VIEW, "state", run_dir=run_dir, name=name, status=status(run_dir))
+    return fragment(request, VIEW, "state", run_dir=run_dir, name=name, status=_status(run_dir))
 
 
 def picture(request: Request) -> Response:
@@ -50,6 +54,12 @@ def picture(request: Request) -> Response:
     path = context_of(request).folders.resolve(str(run_dir.path / query_of(request, "file")))
     content, version = thumbnail(path, 256)
     return Response(content, media_type=MEDIA_TYPE, headers={"etag": f'"{version}"'})
+
+
+def _status(run_dir: RunDir) -> StatusDocument:
+    from lora_rocm.commands.status import status
+
+    return status(run_dir)
 
 
 def _run(request: Request) -> RunDir:
