@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
-import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from lora_rocm.commands.run_folder import disk_bytes
 from lora_rocm.errors import LoraRocmError, UserError
 from lora_rocm.foundation.units import number_text, size_text
 from lora_rocm.report.figures import Figures
@@ -110,11 +110,11 @@ def runs(folder: Path, wanted: RunFilter | None = None) -> RunsResult:
 
 
 def _run(run_dir: RunDir, family: str | None) -> ListedRun:
-    path, disk_bytes = run_dir.path, _bytes_in(run_dir.path)
+    path, num_bytes = run_dir.path, disk_bytes(run_dir.path)
     try:
         view = RunView.of(run_dir, last_steps=LAST_STEPS)
     except LoraRocmError as error:  # the other runs are still listed
-        return ListedRun(path.name, path, "unreadable", problem=error.what, family=family, disk_bytes=disk_bytes)
+        return ListedRun(path.name, path, "unreadable", problem=error.what, family=family, disk_bytes=num_bytes)
     losses = view.steps.real["loss"]
     return ListedRun(
         path.name,
@@ -127,24 +127,8 @@ def _run(run_dir: RunDir, family: str | None) -> ListedRun:
         view.problem.what if view.problem is not None and not view.is_running else None,
         family,
         losses[-1] if losses else None,
-        disk_bytes,
+        num_bytes,
     )
-
-
-def _bytes_in(folder: Path) -> int:
-    """Return the size of all files in a folder; links are not followed, and unreadable files count as 0."""
-    total, waiting = 0, [os.fspath(folder)]
-    while waiting:
-        try:
-            with os.scandir(waiting.pop()) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        waiting.append(entry.path)
-                    elif entry.is_file(follow_symlinks=False):
-                        total += entry.stat(follow_symlinks=False).st_size
-        except OSError:  # removed meanwhile, or no permission
-            continue
-    return total
 
 
 def render(result: RunsResult) -> str:

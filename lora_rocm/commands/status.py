@@ -81,6 +81,30 @@ class StatusDocument:
     remarks: list[str]
 
 
+@dataclass(frozen=True)
+class RunProgress:
+    """Position and speed of a run. The fields are the ones of ``StatusDocument``."""
+
+    updates: int
+    max_train_steps: int | None
+    loss: float | None
+    rate_per_s: float | None
+    eta_s: float | None
+
+
+def progress_of(view: RunView) -> RunProgress:
+    """Return position and speed of a run."""
+    step_s = (view.seconds_per_step or 0.0) if view.is_running else 0.0
+    total = view.max_train_steps
+    return RunProgress(
+        updates=view.updates,
+        max_train_steps=total,
+        loss=Figures.of(view).loss.value,
+        rate_per_s=1 / step_s if step_s else None,
+        eta_s=step_s * (total - view.updates) if step_s and total else None,
+    )
+
+
 def status(run_dir: RunDir) -> StatusDocument:
     """Return state and figures of a run. Its ``files`` and ``last_checkpoint`` exclude files of an earlier step.
 
@@ -90,8 +114,7 @@ def status(run_dir: RunDir) -> StatusDocument:
     # read the state of the run
     view = RunView.of(run_dir)
     files, problem, latest_s = view.files, view.problem, view.latest_s
-    step_s = (view.seconds_per_step or 0.0) if view.is_running else 0.0
-    total = view.max_train_steps
+    progress = progress_of(view)
     readers = {
         str(run_dir.path / event.path): readers_line(event.can_read, event.cannot_read)
         for event in view.all(ExportEvent)
@@ -103,11 +126,11 @@ def status(run_dir: RunDir) -> StatusDocument:
     return StatusDocument(
         path=run_dir.path,
         state=view.state,
-        updates=view.updates,
-        max_train_steps=total,
-        loss=Figures.of(view).loss.value,
-        rate_per_s=1 / step_s if step_s else None,
-        eta_s=step_s * (total - view.updates) if step_s and total else None,
+        updates=progress.updates,
+        max_train_steps=progress.max_train_steps,
+        loss=progress.loss,
+        rate_per_s=progress.rate_per_s,
+        eta_s=progress.eta_s,
         last_event_s_ago=round(time.time() - latest_s, 1) if latest_s is not None else None,
         incidents=len(view.all(IncidentEvent)),
         restarts=sum(isinstance(event, RestartEvent) for event in view.trouble),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -60,8 +61,9 @@ def ui(
     if not folder.is_dir():
         fix = "Name a folder that exists, or leave the argument away to use this one."
         raise UserError("no-folder", "There is no such folder.", where=str(folder), fix=fix)
-    with PageServer.listening(folder, runs, host, port, notify) as server:
-        show(UiResult(server.link, folder.resolve(), server.context.folders.runs))
+    os.chdir(folder)  # relative paths of recipes start there, as in a terminal
+    with PageServer.listening(Path(), runs, host, port, notify) as server:
+        show(UiResult(server.link, server.context.folders.working, server.context.folders.runs))
         if host not in (HOST, "localhost", "::1"):
             notify("Other machines can open this link. The connection is not encrypted: use it in a network you trust.")
         if opens_browser:

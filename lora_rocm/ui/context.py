@@ -12,8 +12,10 @@ from lora_rocm.ui.access import Access
 from lora_rocm.ui.background import Background
 from lora_rocm.ui.edits import Edits
 from lora_rocm.ui.folders import Folders
+from lora_rocm.ui.launch import Launches
 from lora_rocm.ui.live import Live
 from lora_rocm.ui.part import Part
+from lora_rocm.ui.run_views import RunViews
 
 
 @dataclass
@@ -34,6 +36,8 @@ class UiContext:
     edits: Edits = field(init=False)
     live: Live = field(init=False)
     background: Background = field(init=False)
+    views: RunViews = field(default_factory=RunViews)
+    launches: Launches = field(default_factory=Launches)
 
     def __post_init__(self) -> None:
         self.edits, self.live = Edits(), Live(self.folders)
