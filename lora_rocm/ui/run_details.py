@@ -122,7 +122,7 @@ def stories_of(view: RunView) -> Stories:
     trouble = [(event.time, _story(event, trouble_text(event))) for event in view.trouble]
     handled = [(event.time, _handled(event)) for event in view.all(IncidentEvent) if event.kind != "fp16-overflow"]
     notices = [(event.time, _story(event, event.text)) for event in view.all(NoticeEvent)]
-    found = sorted([*trouble, *handled, *notices], key=lambda pair: pair[0], reverse=True)
+    found = sorted([*trouble, *handled, *notices], key=lambda pair: pair[0])[::-1]  # of one time, the last one first
     stories = [story for _, story in found[:MAX_STORIES]]
     return Stories(stories, len(found) - len(stories), promise(view.trouble) if view.trouble else "")
 

@@ -90,13 +90,15 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageServer]:
     """The server of this process."""
-    folder = tmp_path_factory.mktemp("my models")
+    folder, before = tmp_path_factory.mktemp("my models"), Path.cwd()
+    os.chdir(folder)
     with PageServer.listening(folder, Path("runs"), "127.0.0.1", 0) as made:
         thread = threading.Thread(target=made.serve, daemon=True)
         thread.start()
         yield made
         made.stop()
         thread.join(10)
+    os.chdir(before)
 
 
 @pytest.fixture
