@@ -54,6 +54,7 @@ ALLOWED = {
     ("train.session", "postpone", "truncate"): "its own open file",
     ("train.checkpoint", "_remove", "unlink"): "in a folder that is no link",
     ("train.worker", "main", "FileLock"): LOCK,
+    ("ui.edits", "_only", "FileLock"): "in the program's own folder",
 }
 
 

@@ -93,7 +93,7 @@ def details_of(view: RunView, launched: Launched | None) -> ShownDetails:
         running and view.run_dir.stop.exists(),
         silent_s if silent_s is not None and silent_s > SILENT_S else None,
         [long_text(reading) for reading in view.readings if isinstance(reading, TelemetryEvent)] if running else [],
-        launched.said if failed and launched is not None else "",
+        launched.end_of_output if failed and launched is not None else "",
         not running and view.state != "finished" and view.run_dir.recipe.is_file(),
     )
 
@@ -110,7 +110,7 @@ class Story:
 
 @dataclass(frozen=True)
 class Stories:
-    """The incidents of a run. meaning: what they mean for the result; empty if there are none."""
+    """The incidents of a run. meaning: their effect on the result; empty if there are none."""
 
     found: Sequence[Story]
     num_more: int

@@ -1,4 +1,4 @@
-"""The part Runs without a browser: curves, details, files, and what may be done with a run."""
+"""The part Runs without a browser: curves, details, files, and changes of a run."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_what_happened_is_told_with_what_it_means(tmp_path: Path) -> None:
 
 
 def test_a_state_is_derived_and_never_stays(site: Site) -> None:
-    """Killed while "stopping": the file stop remains, and nothing says "running"."""
+    """Killed while "stopping": the file stop remains, and nothing shows "running"."""
     run_dir = site.run()
     run_dir.result.unlink()
     run_dir.ask_to_stop()

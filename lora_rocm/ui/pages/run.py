@@ -139,7 +139,7 @@ def stop(request: Request) -> Response:
 
 
 def resume(request: Request) -> Response:
-    """Continue the run in a process of its own."""
+    """Continue the run in its own process."""
     ui = context_of(request)
     ui.launches.resume(_run(request), ui.folders.working)
     return state(request)
@@ -176,7 +176,7 @@ def _run(request: Request) -> RunDir:
 
 
 def _file(request: Request) -> Path:
-    """Return a file in the run, whose links stay in the run's directory.
+    """Return a file in the run. Links that leave the run's directory are refused.
 
     Raises:
         UserError: outside-folders: it is outside.
