@@ -6,9 +6,11 @@ import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from lora_rocm.commands.run_folder import ARCHIVE
 from lora_rocm.commands.runs import ListedRun, RunFilter, runs
 from lora_rocm.errors import UserError
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.newest import is_run, written_s
 from lora_rocm.ui.folders import Folders
 
 
@@ -27,14 +29,28 @@ class ShownRun:
         return min(1.0, done / total) if total and done is not None else None
 
 
-def newest_runs(folders: Folders, count: int | None = None) -> list[ShownRun]:
-    """Return the newest runs of all folders with runs; all of them if ``count`` is None."""
+def newest_runs(folders: Folders, count: int | None = None, *, archived: bool = False) -> list[ShownRun]:
+    """Return the newest runs of all folders with runs; all of them if ``count`` is None.
+
+    ``archived``: whether to return the archived runs instead.
+    """
     found: dict[Path, ListedRun] = {}
     for folder in folders.run_folders():
+        folder = folder / ARCHIVE if archived else folder
         with contextlib.suppress(UserError):  # the folder does not exist yet
             found |= {run.path: run for run in runs(folder, RunFilter(last=count)).runs}
     ordered = sorted(found.values(), key=lambda run: run.last_event_s or 0.0, reverse=True)[:count]
     return [ShownRun(run, folders.name_of(run.path), newest_picture(RunDir(run.path))) for run in ordered]
+
+
+def run_names(folders: Folders, count: int) -> list[tuple[str, str]]:
+    """Return the names of the newest runs: what requests call each, and its directory's name. No event is read."""
+    found = []
+    for folder in folders.run_folders():
+        with contextlib.suppress(OSError):  # the folder does not exist yet
+            found += [RunDir(path) for path in folder.iterdir() if is_run(path)]
+    newest = sorted(found, key=written_s, reverse=True)[:count]
+    return [(folders.name_of(run_dir.path), run_dir.path.name) for run_dir in newest]
 
 
 def newest_picture(run_dir: RunDir) -> str | None:

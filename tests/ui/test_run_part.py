@@ -159,6 +159,7 @@ def test_a_run_is_renamed_archived_and_deleted(site: Site) -> None:
     assert code_of(answer.text) == "file-exists"
     assert site.client.post("/runs/archive", params=asked, follow_redirects=False).status_code == 303
     assert "größer" not in site.get("/runs")
+    assert "größer" in site.get("/runs", archived=1) and "größer" in site.get("/runs/list", archived=1)
     asked = {"dir": f"runs/{ARCHIVE}/größer & besser"}
     assert site.client.post("/runs/archive", params=asked, follow_redirects=False).status_code == 303
     assert "größer" in site.get("/runs")
@@ -227,8 +228,8 @@ def test_a_start_that_fails_shows_why(site: Site, monkeypatch: pytest.MonkeyPatc
 
 def test_a_long_run_opens_quickly_and_its_pieces_read_it_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir, reads = site.run(), []
-    of = RunView.of
-    monkeypatch.setattr(RunView, "of", lambda *args, **how: reads.append(1) or of(*args, **how))
+    of_logs = RunView.of_logs
+    monkeypatch.setattr(RunView, "of_logs", lambda *args, **how: reads.append(1) or of_logs(*args, **how))
     views = site.context.views
     threads = [threading.Thread(target=views.of, args=(run_dir,)) for _ in range(6)]
     for thread in threads:
@@ -240,3 +241,8 @@ def test_a_long_run_opens_quickly_and_its_pieces_read_it_once(site: Site, monkey
     writer.write(event("step", **step_fields(41)))
     writer.close()
     assert views.of(run_dir).updates == 41 and len(reads) == 2
+    whole = run_dir.events().read_bytes()
+    run_dir.events().write_bytes(whole[: len(whole) // 2])  # as after a power failure
+    assert views.of(run_dir).updates == RunView.of(run_dir).updates < 41
+    run_dir.events().unlink()
+    assert views.of(run_dir).updates == 0

@@ -165,11 +165,11 @@ def test_a_hostile_run_is_shown_as_text(write: object, site: Site) -> None:
 
 
 def test_hostile_names_of_runs_are_shown_as_text(site: Site) -> None:
-    names = ["<b>x</b>", "a&b=c#d", "%2e%2e", "{{7*7}}", "\u202egpj", "a'b", "ü ñ"]
+    names = ["<b>x</b>", "a&b=c#d", "%2e%2e", "{{1234*5678}}", "\u202egpj", "a'b", "ü ñ"]
     for name in names:
         with_hostile_texts(site.run_dir(name))
     text = site.get("/runs")
-    assert "<b>x</b>" not in text and "\u202e" not in text and "49" not in re.sub(r"[\d.]+ KiB", "", text)
+    assert "<b>x</b>" not in text and "\u202e" not in text and "7006652" not in text
     for address in re.findall(r'href="(/runs/view[^"]*)"', text):
         assert site.client.get(address.replace("&amp;", "&")).status_code == 200
 
