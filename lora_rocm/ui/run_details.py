@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lora_rocm.errors import LoraRocmError
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.json_text import parse_json
+from lora_rocm.report.figures import RunProgress, progress_of
 from lora_rocm.report.incident_texts import promise, trouble_text
 from lora_rocm.rundir.event_types import (
     ChangeEvent,
@@ -27,9 +27,6 @@ from lora_rocm.rundir.run_view import RunView
 from lora_rocm.telemetry.numbers import long_text
 from lora_rocm.ui.launch import Launched
 from lora_rocm.ui.run_phases import ShownPhase, activity_of, phases_of
-
-if TYPE_CHECKING:
-    from lora_rocm.commands.status import RunProgress
 
 SILENT_S = 60.0
 """Time without an event after which the page names it."""
@@ -79,8 +76,6 @@ class ShownDetails:
 
 def details_of(view: RunView, launched: Launched | None) -> ShownDetails:
     """Return the state of a run. ``launched``: the process that this server started for it, or None."""
-    from lora_rocm.commands.status import progress_of
-
     running, latest_s = view.is_running, view.latest_s
     silent_s = time.time() - latest_s if running and latest_s is not None else None
     beat = read_heartbeat(view.run_dir.heartbeat()) if running else None

@@ -67,6 +67,17 @@ def test_the_policy_stops_scripts_in_the_page(tab: Tab) -> None:
     tab.faults.clear()
 
 
+def test_the_page_names_a_lost_server_and_connects_again(tab: Tab) -> None:
+    page = tab.open("/runs")
+    page.route("**/live*", lambda route: route.abort())
+    tab.server.context.live.close()  # as if it ended
+    page.locator("#live-lost").wait_for()
+    tab.server.context.live = type(tab.server.context.live)(tab.server.context.folders)
+    page.unroute("**/live*")
+    page.locator("#live-lost").wait_for(state="hidden", timeout=20_000)
+    tab.faults.clear()  # the browser reports the lost connection
+
+
 def test_a_new_run_appears_without_a_reload(tab: Tab) -> None:
     page = tab.open("/runs")
     tab.run("appears")
