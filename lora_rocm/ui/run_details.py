@@ -185,9 +185,15 @@ def result_paths(view: RunView) -> list[Path]:
         return []
 
 
-def log_end(run_dir: RunDir) -> str:
-    """Return the end of the worker's log; empty if there is none."""
-    path = run_dir.worker_log
+def logs_of(run_dir: RunDir) -> list[tuple[int, str]]:
+    """Return the ends of the workers' logs, each with its rank. A run on one GPU has one worker."""
+    ranks = sorted({0, *(rank for rank, _ in run_dir.worker_locks())})
+    return [(rank, text) for rank in ranks if (text := log_end(run_dir, rank))]
+
+
+def log_end(run_dir: RunDir, rank: int = 0) -> str:
+    """Return the end of a worker's log; empty if there is none."""
+    path = run_dir.log_of(rank)
     try:
         if not (path.is_file() and run_dir.holds(path)):
             return ""

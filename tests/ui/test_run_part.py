@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import struct
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from lora_rocm.commands.run_folder import ARCHIVE
-from lora_rocm.errors import UserError
+from lora_rocm.errors import UserError, storage_error
+from lora_rocm.rundir import layout
 from lora_rocm.rundir.events import EventWriter
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_view import RunView
@@ -143,6 +145,22 @@ def test_the_log_is_shown_from_its_end(site: Site) -> None:
     run_dir.worker_log.write_text("x" * 100_000 + "\nthe last line", encoding="utf-8")
     assert log_end(run_dir) == "the last line"
     assert "the last line" in site.get("/runs/log", dir="runs/a-run")
+    run_dir.lock_of(1).touch()
+    run_dir.log_of(1).write_text("of the second GPU", encoding="utf-8")
+    text = site.get("/runs/log", dir="runs/a-run")
+    assert "the last line" in text and "of the second GPU" in text
+
+
+def test_a_full_disk_is_a_problem_and_no_bug(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = site.run()
+
+    def full(path: Path, **how: object) -> object:
+        raise storage_error(OSError(errno.ENOSPC, "full"), path)
+
+    monkeypatch.setattr(layout, "open_in_place", full)
+    answer = site.client.post("/runs/stop", params={"dir": "runs/a-run"}, headers={"hx-request": "true"})
+    assert answer.status_code == 503 and code_of(answer.text) == "disk-full" and not run_dir.stop.exists()
+    assert answer.headers["hx-retarget"] == "#problem"  # so the page keeps what the user has written
 
 
 def test_a_run_is_renamed_archived_and_deleted(site: Site) -> None:

@@ -1,4 +1,4 @@
-"""Start without a browser: the machine's line, the newest runs, and what an empty folder shows."""
+"""Start without a browser: the machine's line, the newest runs, and the advice in an empty folder."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from lora_rocm.ui.fields import query_of, text_of
 from lora_rocm.ui.live import live_id
 from lora_rocm.ui.part import Part
 from lora_rocm.ui.rendering import fragment, page, url
-from lora_rocm.ui.run_details import ShownDetails, details_of, log_end, previews_of, result_paths, stories_of
+from lora_rocm.ui.run_details import ShownDetails, details_of, logs_of, previews_of, result_paths, stories_of
 from lora_rocm.ui.run_list import newest_runs, run_names
 from lora_rocm.ui.security import SANDBOX_POLICY
 from lora_rocm.ui.thumbnails import MEDIA_TYPE, SIDES_PX, thumbnail
@@ -116,8 +116,8 @@ def report(request: Request) -> Response:
 
 
 def log(request: Request) -> Response:
-    """The end of the worker's log."""
-    return fragment(request, VIEW, "log", log=log_end(_run(request)))
+    """The ends of the workers' logs."""
+    return fragment(request, VIEW, "log", logs=logs_of(_run(request)))
 
 
 def recipe(request: Request) -> Response:
