@@ -86,7 +86,7 @@ class RunView:
         Args:
             run_dir: the run directory.
             use_index: whether an index of the events may be used (``event_index``).
-            last_steps: number of steps that are enough, the newest ones, or None for all.
+            last_steps: number of newest steps that must be read, or None for all.
 
         Raises:
             UserError: no-run: there is no run at this path.
@@ -131,7 +131,9 @@ class RunView:
 
     @cached_property
     def outcome(self) -> Outcome:
-        """The run's result so far, whether or not a process still has its lock, as it has when it writes the report.
+        """The run's result so far.
+
+        It does not depend on the lock, which the process that writes the report still holds.
 
         It is finished, stopped (on request), failed (with an error or a hang), died (without an error), or prepared
         (never started).
@@ -182,7 +184,10 @@ class RunView:
 
     @cached_property
     def steps(self) -> Steps:
-        """The current steps, ordered by updates; of a step made twice (after a resume), the newest."""
+        """The current steps, ordered by update number.
+
+        If a step was repeated after a resume, only the newest one is included.
+        """
         return self.log.current_steps()
 
     @property
