@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,10 +32,13 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 
 def in_loop(work: Callable[[], Awaitable[Result]]) -> Result:
+    """Run in a thread with its own loop: Playwright's may be running in this one."""
+
     async def limited() -> Result:
         return await asyncio.wait_for(work(), 20)
 
-    return asyncio.run(limited())
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, limited()).result()
 
 
 def append(run_dir: RunDir, *updates: int) -> None:

@@ -24,7 +24,7 @@ TIMEOUT_MS = 10_000
 
 @dataclass
 class Tab:
-    """A tab of the browser that has opened the server's link.
+    """A tab of the browser with the server's cookie.
 
     ``page`` is Playwright's page. ``folder`` is the server's folder, which all tests of a process share, so a test
     makes its own runs and files. ``faults`` has errors of scripts and of the policy; a test fails if there are any.
@@ -110,7 +110,8 @@ def tab(browser: Any, server: PageServer) -> Iterator[Tab]:
     made = Tab(page, server)
     page.on("pageerror", lambda error: made.faults.append(str(error)))
     page.on("console", lambda line: made.faults.append(line.text) if line.type == "error" else None)
-    page.goto(server.link.replace("/?", "/static/theme.js?"))  # for the cookie; no page that asks for runs
+    access = server.context.access
+    profile.add_cookies([{"name": access.cookie_name, "value": access.cookie, "url": made.address}])
     yield made
     profile.close()
     assert not made.faults

@@ -25,6 +25,12 @@ def test_a_page_is_accessible_and_fits(path: str, tab: Tab) -> None:
     assert tab.axe() == [], f"{path} at 360 px"
 
 
+def test_the_link_opens_the_page_and_its_token_disappears(tab: Tab) -> None:
+    tab.page.context.clear_cookies()
+    tab.page.goto(tab.server.link)
+    assert tab.page.url == f"{tab.address}/" and tab.page.get_by_role("heading", name="Start").is_visible()
+
+
 def test_the_keyboard_reaches_the_content_and_every_part(tab: Tab) -> None:
     page = tab.open("/")
     page.keyboard.press("Tab")

@@ -112,4 +112,16 @@ def test_hostile_texts_do_nothing(tab: Tab) -> None:
     tab.settle()
     assert "harmed" not in page.title() and page.locator("img[onerror]").count() == 0
     assert tab.axe() == []
+    page.close()  # it would notice that its run is gone
     shutil.rmtree(run_dir.path)
+
+
+def test_a_run_that_disappears_is_named(tab: Tab) -> None:
+    run_dir = tab.run("vanishes")
+    page = tab.open("/runs/view?dir=runs/vanishes")
+    page.locator(".pictures img").first.wait_for()
+    tab.settle()
+    shutil.rmtree(run_dir.path)
+    page.locator("#problem .problem").wait_for()
+    assert "no-run" in page.locator("#problem").inner_text()
+    tab.faults.clear()  # the browser reports the status 404
