@@ -13,13 +13,13 @@ from lora_rocm import __version__
 from lora_rocm.commands.cli_command import Command, Group, printed, printed_for_files, printed_lines
 from lora_rocm.commands.cli_groups import bench_app, cache_app
 from lora_rocm.commands.cli_help import FILES, MACHINE, RUNS, TRAIN
+from lora_rocm.commands.cli_machine import add_machine_commands
 from lora_rocm.commands.cli_options import (
     DEFAULT_RUNS,
     AcceptChanges,
     CacheOfRecipe,
     ChatSide,
     ConfigPath,
-    FactsPath,
     FamilyOfBase,
     ForeignFiles,
     ForeignOptions,
@@ -35,7 +35,6 @@ from lora_rocm.commands.cli_options import (
     RunPath,
     RunsDir,
     RunsOfRecipe,
-    Shell,
     runs_of,
     values,
     with_folders,
@@ -43,6 +42,7 @@ from lora_rocm.commands.cli_options import (
 from lora_rocm.commands.cli_queue import queue_app
 from lora_rocm.commands.cli_runs import add_run_commands
 from lora_rocm.commands.output import Output
+from lora_rocm.ui.cli_ui import ui
 
 app = typer.Typer(
     name="lora-rocm",
@@ -56,6 +56,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(queue_app, name="queue", rich_help_panel=RUNS)
+app.command(cls=Command, rich_help_panel=TRAIN, epilog="ui\nui my-folder --port 9000 --no-browser")(ui)
 app.add_typer(cache_app, name="cache", rich_help_panel=FILES)
 app.add_typer(bench_app, name="bench", rich_help_panel=MACHINE)
 
@@ -476,53 +477,7 @@ def inspect(
     return 0 if found["usable"] else UserError.exit_code
 
 
-@app.command(cls=Command, rich_help_panel=MACHINE, epilog="doctor --report report.txt")
-@printed
-def doctor(
-    output: Output,
-    report_file: Annotated[
-        Path | None,
-        typer.Option("--report", metavar="FILE", help="Write a file for a bug report, without private data."),
-    ] = None,
-    facts: FactsPath = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Skip the self-test of the GPU.")] = False,
-) -> int:
-    """Show problems of this machine and how to fix them. The most harmful one is first."""
-    from lora_rocm.commands import doctor as command
-
-    found = command.doctor(facts, report_file=report_file, quick=quick, notify=output.on_stderr)
-    output.show(command.result_of(found), command.render(found))
-    return found.exit_code
-
-
-@app.command(cls=Command, rich_help_panel=MACHINE, epilog="env --explain")
-@printed
-def env(
-    output: Output,
-    recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="Plan for this recipe.")] = None,
-    overrides: Overrides = None,
-    facts: FactsPath = None,
-    shell: Annotated[Shell | None, typer.Option(metavar=values(Shell), help="Print commands for this shell.")] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Also show reasons and sources.")] = False,
-) -> int:
-    """Print the environment that training gets on this machine."""
-    from lora_rocm.commands import env
-    from lora_rocm.rules import environment_text
-
-    found = env.planned(recipe, overrides or (), facts)
-    text = environment_text.described(*found, shell.value if shell else None, explain=explain)
-    return output.show(env.result_of(*found), text, exact=shell is not None)
-
-
-@app.command(cls=Command, rich_help_panel=MACHINE, epilog="forget")
-@printed
-def forget(output: Output) -> int:
-    """Forget the mitigations that failures added on this machine."""
-    from lora_rocm.commands.output import ForgetResult
-    from lora_rocm.rules.this_machine import forget_here
-
-    said = forget_here()
-    return output.show(ForgetResult(tuple(said.splitlines())), said)
+add_machine_commands(app)
 
 
 @app.command(cls=Command, rich_help_panel=FILES, epilog="schema > recipe.schema.json")

@@ -35,12 +35,14 @@ from lora_rocm.commands.sample_export import ExportResult, SampleResult
 from lora_rocm.commands.start_run import RunResult
 from lora_rocm.commands.status import StatusDocument
 from lora_rocm.commands.tune import TuneResult
+from lora_rocm.ui.command import UiResult
 
 RESULTS: dict[str, type] = {
     "train": RunResult,
     "resume": RunResult,
     "demo": RunResult,
     "fork": RunResult,
+    "ui": UiResult,
     "import": ImportResult,
     "recipes": RecipesResult,
     "new": NewResult,

@@ -60,6 +60,7 @@ ROOMS: dict[str, str] = {
     "doctor": LIGHT,
     "commands": LIGHT,
     "api": LIGHT,
+    "ui": LIGHT,
     "json_reference": LIGHT,
     "cli": LIGHT,
     "__main__": LIGHT,
@@ -76,6 +77,7 @@ PROCESS_EDGES = {
     (f"{PACKAGE}.loader.worker_pool", "_serve"),
     (f"{PACKAGE}.commands.check_base", "_weigh"),  # a thread, which passes its exceptions on
     (f"{PACKAGE}.commands.start_run", "_work"),  # likewise
+    (f"{PACKAGE}.ui.background", "_run"),  # likewise
     (f"{PACKAGE}.dataset.rows.row_edge", "row_edge"),
     (f"{PACKAGE}.families.causal_lm.chat_template", "_template"),
     ("benchmarks/reliable_fuzz.py", "child"),

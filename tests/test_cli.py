@@ -41,6 +41,7 @@ COMMANDS: dict[str, set[str]] = {
     "check": {"RECIPE", "--set", "--cache-dir", "--schema-only"},
     "plan": {"RECIPE", "--set", "--cache-dir", "--card"},
     "demo": {"--family"},
+    "ui": {"FOLDER", "--runs-dir", "--host", "--port", "--no-browser"},
     "compare": {"RUN", "--runs-dir", "--prompt", "--strength", "--most"},
     "sample": {
         "RUN_OR_LORA",

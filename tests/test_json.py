@@ -23,6 +23,7 @@ from lora_rocm.recipe.load import load_recipe
 from lora_rocm.rundir.event_types import AnsweredEvent
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import worker_process as worker_process
+from lora_rocm.ui.server import PageServer
 from tests.command_line import command_line
 from tests.commands.published_run import write_published_run
 from tests.commands.test_plan import net
@@ -108,6 +109,7 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("lora_rocm.processes.tool.run_tool", tool)
     monkeypatch.setattr(row_runner, "run_tool", rows)
     monkeypatch.setattr(chat, "started", talking)
+    monkeypatch.setattr(PageServer, "serve", lambda self: None)
     mi300x = replace(situation("linux-mi300x"), app_dir=str(tmp_path / "home"))
     monkeypatch.setattr(tune, "situation_here", lambda recipe: replace(mi300x, recipe=recipe))
     return tmp_path
@@ -135,6 +137,7 @@ CALLS: dict[str, tuple[str, ...]] = {
     "resume": ("resume", "run", "--set", "train.max_train_steps=50"),
     "demo": ("demo",),
     "fork": ("fork", "run", "--step", "20", "--run-dir", "forked"),
+    "ui": ("ui", "--port", "0", "--no-browser"),
     "import": ("import", "kohya.toml", "--output", "imported.yaml"),
     "recipes": ("recipes",),
     "new": ("new", "my.yaml", "--from", "sdxl", "--images", "pics", "--card", "24GB"),

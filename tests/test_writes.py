@@ -56,6 +56,7 @@ ALLOWED = {
     ("rundir.sample_losses", "begin", "truncate"): "its own open file",
     ("train.checkpoint", "_remove", "unlink"): "in a folder that is no link",
     ("train.worker", "main", "FileLock"): LOCK,
+    ("ui.edits", "_only", "FileLock"): "in the program's own folder",
 }
 
 

@@ -146,18 +146,19 @@ def runs(folder: Path, wanted: RunFilter | None = None) -> RunsResult:
     if wanted.last is not None and not wanted.states:
         chosen = sorted(chosen, key=written_s)[-wanted.last :]
     # read their events
-    found = [_run(run_dir, families[run_dir]) for run_dir in chosen]
+    found = [listed_run(run_dir, families[run_dir]) for run_dir in chosen]
     found = [run for run in found if not wanted.states or run.state in wanted.states]
     found.sort(key=lambda run: run.last_event_s or 0.0)
     return RunsResult(tuple(found[-wanted.last :] if wanted.last is not None else found))
 
 
-def _run(run_dir: RunDir, family: str | None) -> ListedRun:
-    path, disk_bytes = run_dir.path, bytes_in(run_dir.path)
+def listed_run(run_dir: RunDir, family: str | None) -> ListedRun:
+    """Return one run as in the list. ``family``: the model family of its recipe, or None."""
+    path, num_bytes = run_dir.path, bytes_in(run_dir.path)
     try:
         view = RunView.of(run_dir, last_steps=LAST_STEPS)
     except LoraRocmError as error:  # the other runs are still listed
-        return ListedRun(path.name, path, "unreadable", problem=error.what, family=family, disk_bytes=disk_bytes)
+        return ListedRun(path.name, path, "unreadable", problem=error.what, family=family, disk_bytes=num_bytes)
     losses = view.steps.real["loss"]
     return ListedRun(
         path.name,
@@ -170,7 +171,7 @@ def _run(run_dir: RunDir, family: str | None) -> ListedRun:
         view.problem.what if view.problem is not None and not view.is_running else None,
         family,
         losses[-1] if losses else None,
-        disk_bytes,
+        num_bytes,
         view.forked_from,
     )
 

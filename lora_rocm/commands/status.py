@@ -11,7 +11,7 @@ from typing import Any
 from lora_rocm.foundation.units import number_text, rate_text, time_text, times_text
 from lora_rocm.model_files.readers import readers_line
 from lora_rocm.recipe.saved_recipe import recipe_fault
-from lora_rocm.report.figures import Figures
+from lora_rocm.report.figures import progress_of
 from lora_rocm.rundir.event_types import AlarmEvent, ChangeEvent, ErrorEvent, ExportEvent, IncidentEvent, RestartEvent
 from lora_rocm.rundir.fork_origin import ForkOrigin
 from lora_rocm.rundir.layout import RunDir
@@ -93,8 +93,7 @@ def status(run_dir: RunDir) -> StatusDocument:
     # read the state of the run
     view = RunView.of(run_dir)
     files, problem, latest_s = view.files, view.problem, view.latest_s
-    step_s = (view.seconds_per_step or 0.0) if view.is_running else 0.0
-    total = view.max_train_steps
+    progress = progress_of(view)
     readers = {
         str(run_dir.path / event.path): readers_line(event.can_read, event.cannot_read)
         for event in view.all(ExportEvent)
@@ -106,11 +105,11 @@ def status(run_dir: RunDir) -> StatusDocument:
     return StatusDocument(
         path=run_dir.path,
         state=view.state,
-        updates=view.updates,
-        max_train_steps=total,
-        loss=Figures.of(view).loss.value,
-        rate_per_s=1 / step_s if step_s else None,
-        eta_s=step_s * (total - view.updates) if step_s and total else None,
+        updates=progress.updates,
+        max_train_steps=progress.max_train_steps,
+        loss=progress.loss,
+        rate_per_s=progress.rate_per_s,
+        eta_s=progress.eta_s,
         last_event_s_ago=round(time.time() - latest_s, 1) if latest_s is not None else None,
         incidents=len(view.all(IncidentEvent)),
         restarts=sum(isinstance(event, RestartEvent) for event in view.trouble),

@@ -79,6 +79,7 @@ def read_log(path: Path, *, use_index: bool = True, last_steps: int | None = Non
     with contextlib.suppress(FileNotFoundError):
         lines = reader.lines(hash_lines if key else lambda data: None)
         log.read(lines if key or last_steps is None else _with_last_steps(lines, last_steps))
+    log.num_bytes = reader.offset
     if version is not None and reader.offset - indexed >= INDEX_FROM_BYTES:
         about = {"program": _program(), "file": asdict(version), "read_s": read_s}
         content = log.to_bytes({**about, "offset": reader.offset, "sha256": digest.hexdigest()})

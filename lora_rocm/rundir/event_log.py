@@ -140,13 +140,14 @@ class EventLog:
         current: indices of the current steps, ordered by updates. If an update was made twice (after a resume), the
             newest step is current.
         num_lines: number of lines read.
+        num_bytes: position in the file after the last complete line, set by ``event_index.read_log``.
         last_s: time of the last event, or None if there are no events.
         set_aside: counts of the skipped lines.
     """
 
     def __init__(self) -> None:
         self.steps, self.current = Steps(), array("q")
-        self.num_lines = 0
+        self.num_lines = self.num_bytes = 0
         self.last_s: float | None = None
         self.set_aside = SkippedLines()
         self._kept: dict[str, deque[tuple[int, bytes]]] = {}

@@ -101,9 +101,18 @@ class RunView:
         running = is_running(run_dir)  # first: if the run ends meanwhile, its end is still read below
         log = read_log(run_dir.events(), use_index=use_index, last_steps=last_steps)
         supervisor = read_log(run_dir.events(SUPERVISOR), use_index=use_index)
+        return cls.of_logs(run_dir, log, supervisor, is_running=running)
+
+    @classmethod
+    def of_logs(cls, run_dir: RunDir, log: EventLog, supervisor: EventLog, *, is_running: bool) -> RunView:
+        """Return the view of events that were read already: rank 0's and the supervisor's.
+
+        Raises:
+            StorageError: an event file of another rank is not a regular file.
+        """
         others = (EventReader(path, kinds=KINDS).poll() for path in run_dir.events_of_others())
         trouble = in_time(supervisor.in_order(*KINDS), [log.in_order(*KINDS), *others])
-        return cls(run_dir, log, supervisor, trouble, running)
+        return cls(run_dir, log, supervisor, trouble, is_running)
 
     def all(self, kind: type[E]) -> list[E]:
         """Rank 0's events of a type, in the order written."""

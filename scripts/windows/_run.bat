@@ -121,6 +121,7 @@ goto done
 :doctor
 :demo
 :sample
+:ui
 "%LR_PROGRAM%" %LR_DO% %LR_ARGS%
 goto done
 

@@ -25,6 +25,7 @@ STEPS = {
     "resume": ("my.yaml", [], ["train", "--resume", "latest", "my.yaml"]),
     "doctor": ("--json", [], ["doctor", "--json"]),
     "sample": ('runs\\x --prompt "a cat"', [], ["sample", "runs\\x", "--prompt", "a cat"]),
+    "ui": ("--port 9000", [], ["ui", "--port", "9000"]),
     "test": ("-k name", ["--dev"], ["-m", "pytest", "-n", "2", "-k", "name"]),
 }
 
