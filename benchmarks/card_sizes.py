@@ -45,7 +45,8 @@ from lora_rocm.base_models.loading import ModelLayout  # noqa: E402
 from lora_rocm.device.allocator import empty_pools  # noqa: E402
 from lora_rocm.families.base import family_for  # noqa: E402
 from lora_rocm.memory.footprint import measured_rates  # noqa: E402
-from lora_rocm.planning.step_plan import Rates, StepRequirements, choose  # noqa: E402
+from lora_rocm.planning.step_choice import choose  # noqa: E402
+from lora_rocm.planning.step_plan import Rates, StepRequirements  # noqa: E402
 from lora_rocm.recipe.kinds import recipe_from  # noqa: E402
 from tests.tiny_anima import write_tiny_anima  # noqa: E402
 from tests.tiny_flux import write_tiny_flux  # noqa: E402

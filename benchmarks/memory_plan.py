@@ -39,17 +39,8 @@ from lora_rocm.memory.footprint import count, measured_rates, meta_model
 from lora_rocm.memory.manager import MemoryManager, apply
 from lora_rocm.memory.op_counter import Ledger
 from lora_rocm.optim.base import GatedOptimizer
-from lora_rocm.planning.step_plan import (
-    Footprint,
-    Mode,
-    Plan,
-    Rates,
-    StepRequirements,
-    choose,
-    correction,
-    plans_of,
-    resident_bytes,
-)
+from lora_rocm.planning.step_choice import choose, plans_of
+from lora_rocm.planning.step_plan import Footprint, Mode, Plan, Rates, StepRequirements, correction, resident_bytes
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.run_context import RunContext
@@ -149,7 +140,7 @@ class Setup:
         adapter = inject(self.family, model, self.recipe.lora, 0)
         adapter.cast_inputs(False)
         if device != self.device:
-            memory = MemoryManager(StepRequirements(), False, False, plan=plan)
+            memory = MemoryManager(StepRequirements(), False, None, plan=plan)
             model.place(memory.placement(self.family, model, self.transfer, self.device.type == "cuda"))
         for component in model.components.values():
             component.train()
@@ -236,7 +227,8 @@ def watching(setup: Setup, resident_bytes: int) -> Iterator[Callable[[], tuple[i
 
 def plan_of(case: Case, footprint: Footprint) -> Plan:
     """Return the plan that the case asks for."""
-    job, rates = StepRequirements(case.rows, graphs=case.graphs), Rates()
+    how: dict[str, Any] = {"modes": (case.mode,), "keeps_attention": False, "unpacks_once": False}
+    job, rates = StepRequirements(case.rows, graphs=case.graphs, **how), Rates()
     variants = list(plans_of(case.mode, 1, footprint, job, rates))
     return variants[max(0, min(len(variants) - 1, round(case.share * len(variants)) - 1))]
 

@@ -36,7 +36,8 @@ from lora_rocm.device.backend_settings import apply
 from lora_rocm.device.precision import choose_device
 from lora_rocm.hardware.settings import settings_from
 from lora_rocm.memory.footprint import measured_rates
-from lora_rocm.planning.step_plan import Rates, StepRequirements, choose
+from lora_rocm.planning.step_choice import choose
+from lora_rocm.planning.step_plan import Rates, StepRequirements
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 

@@ -14,14 +14,13 @@ from lora_rocm.commands import cli_preparation
 from lora_rocm.commands.cli_command import Command, Group, printed, printed_for_files, printed_lines
 from lora_rocm.commands.cli_groups import bench_app, cache_app
 from lora_rocm.commands.cli_help import FILES, MACHINE, RUNS, TRAIN
+from lora_rocm.commands.cli_machine import add_machine_commands
 from lora_rocm.commands.cli_options import (
     DEFAULT_RUNS,
-    RUNS_VARIABLE,
     AcceptChanges,
     CacheOfRecipe,
     ChatSide,
     ConfigPath,
-    FactsPath,
     FamilyOfBase,
     ForeignFiles,
     ForeignOptions,
@@ -37,13 +36,14 @@ from lora_rocm.commands.cli_options import (
     RunPath,
     RunsDir,
     RunsOfRecipe,
-    RunState,
-    Shell,
     runs_of,
     values,
     with_folders,
 )
+from lora_rocm.commands.cli_queue import queue_app
+from lora_rocm.commands.cli_runs import add_run_commands
 from lora_rocm.commands.output import Output
+from lora_rocm.ui.cli_ui import ui
 
 app = typer.Typer(
     name="lora-rocm",
@@ -56,6 +56,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(queue_app, name="queue", rich_help_panel=RUNS)
+app.command(cls=Command, rich_help_panel=TRAIN, epilog="ui\nui my-folder --port 9000 --no-browser")(ui)
 app.add_typer(cache_app, name="cache", rich_help_panel=FILES)
 app.add_typer(bench_app, name="bench", rich_help_panel=MACHINE)
 
@@ -115,7 +117,7 @@ def import_config(
     option: ForeignOptions = None,
     strict: Annotated[bool, typer.Option("--strict", help="End with 2 if a loss changes the weights.")] = False,
 ) -> int:
-    """Make a recipe of another trainer's configuration."""
+    """Convert another trainer's configuration to a recipe."""
     from lora_rocm.commands import import_config
 
     found = import_config.import_config(files, option or (), target)
@@ -449,43 +451,7 @@ def push(
     return output.show(found, push.render(found))
 
 
-@app.command(cls=Command, rich_help_panel=RUNS, epilog="status\nstatus runs/my-20260101-120000 --json")
-@printed
-def status(output: Output, run: RunPath = None, runs_dir: RunsDir = DEFAULT_RUNS) -> int:
-    """Show the state of a run."""
-    from lora_rocm.commands import status
-    from lora_rocm.commands.newest import run_or_newest
-    from lora_rocm.supervisor.choose_run_dir import open_run
-
-    found = status.status(open_run(run_or_newest(run, runs_dir, output)))
-    return output.show(found, status.status_text(found))
-
-
-@app.command(cls=Command, rich_help_panel=RUNS, epilog="runs --state finished --family sdxl --last 5")
-@printed
-def runs(
-    output: Output,
-    folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", envvar=RUNS_VARIABLE, help="The folder that the runs are in.")
-    ] = DEFAULT_RUNS,
-    state: Annotated[
-        list[RunState] | None,
-        typer.Option(metavar=values(RunState), help="Only runs in this state; may be given several times."),
-    ] = None,
-    family: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Only this model family; may be given several times.")
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(metavar="GLOB", help="Only runs with such a name, for example 'cat-*'.")
-    ] = None,
-    last: Annotated[int | None, typer.Option(min=1, max=1_000_000, metavar="N", help="Only the newest N runs.")] = None,
-) -> int:
-    """List the runs in a folder: family, state, step, losses and size."""
-    from lora_rocm.commands import runs
-
-    wanted = runs.RunFilter(tuple(each.value for each in state or ()), tuple(family or ()), name, last)
-    found = runs.runs(folder, wanted)
-    return output.show(found, runs.render(found))
+add_run_commands(app)
 
 
 @app.command(cls=Command, rich_help_panel=FILES, epilog="inspect model.safetensors")
@@ -506,66 +472,7 @@ def inspect(
     return 0 if found["usable"] else UserError.exit_code
 
 
-@app.command(cls=Command, rich_help_panel=RUNS, epilog="report")
-@printed
-def report(output: Output, run: RunPath = None, runs_dir: RunsDir = DEFAULT_RUNS) -> int:
-    """Write report.html of a run, even while it is running."""
-    from lora_rocm.commands.newest import run_or_newest
-    from lora_rocm.commands.output import ReportResult
-    from lora_rocm.report.report import write_report
-    from lora_rocm.supervisor.choose_run_dir import open_run
-
-    written = write_report(open_run(run_or_newest(run, runs_dir, output)))
-    return output.show(ReportResult(written), str(written))
-
-
-@app.command(cls=Command, rich_help_panel=MACHINE, epilog="doctor --report report.txt")
-@printed
-def doctor(
-    output: Output,
-    report_file: Annotated[
-        Path | None,
-        typer.Option("--report", metavar="FILE", help="Write a file for a bug report, without private data."),
-    ] = None,
-    facts: FactsPath = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Skip the self-test of the GPU.")] = False,
-) -> int:
-    """Show problems of this machine and how to fix them. The most harmful one is first."""
-    from lora_rocm.commands import doctor as command
-
-    found = command.doctor(facts, report_file=report_file, quick=quick, notify=output.on_stderr)
-    output.show(command.result_of(found), command.render(found))
-    return found.exit_code
-
-
-@app.command(cls=Command, rich_help_panel=MACHINE, epilog="env --explain")
-@printed
-def env(
-    output: Output,
-    recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="Plan for this recipe.")] = None,
-    overrides: Overrides = None,
-    facts: FactsPath = None,
-    shell: Annotated[Shell | None, typer.Option(metavar=values(Shell), help="Print commands for this shell.")] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Also show reasons and sources.")] = False,
-) -> int:
-    """Print the environment that training gets on this machine."""
-    from lora_rocm.commands import env
-    from lora_rocm.rules import environment_text
-
-    found = env.planned(recipe, overrides or (), facts)
-    text = environment_text.described(*found, shell.value if shell else None, explain=explain)
-    return output.show(env.result_of(*found), text, exact=shell is not None)
-
-
-@app.command(cls=Command, rich_help_panel=MACHINE, epilog="forget")
-@printed
-def forget(output: Output) -> int:
-    """Forget the mitigations that failures added on this machine."""
-    from lora_rocm.commands.output import ForgetResult
-    from lora_rocm.rules.this_machine import forget_here
-
-    said = forget_here()
-    return output.show(ForgetResult(tuple(said.splitlines())), said)
+add_machine_commands(app)
 
 
 @app.command(cls=Command, rich_help_panel=FILES, epilog="schema > recipe.schema.json")

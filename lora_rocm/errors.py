@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import errno
 import unicodedata
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypedDict
 
@@ -145,15 +145,21 @@ class Problem:
         what: the problem itself.
         fix: how to fix it; may be empty.
         excerpt: the line of the recipe with carets below the value; may be empty.
+        keys: the recipe keys that it is about, dotted, the one at ``where`` first; none if it is about no key.
+        is_idle: whether the key at ``where`` only has no effect, so that the recipe means the same without it.
     """
 
     where: str
     what: str
     fix: str = ""
     excerpt: str = field(default="", compare=False)
+    keys: tuple[str, ...] = field(default=(), compare=False)
+    is_idle: bool = field(default=False, compare=False)
 
     def to_json(self) -> dict[str, str]:
-        return {name: value for name, value in asdict(self).items() if value or name != "excerpt"}
+        """Return the texts for scripts."""
+        texts = {"where": self.where, "what": self.what, "fix": self.fix}
+        return texts | ({"excerpt": self.excerpt} if self.excerpt else {})
 
 
 class RecipeError(UserError):
@@ -291,7 +297,7 @@ def storage_error(error: OSError, path: object) -> StorageError:
                 "The disk has no inodes left: no more files can be created on it, although "
                 f"{free_bytes / 2**20:,.0f} MiB are free.",
                 where=str(path),
-                fix="Delete files on it, whatever their size, then run the same command again.",
+                fix="Delete files of any size on it, then run the same command again.",
             )
         return StorageError(
             "disk-full", "The disk is full.", where=str(path), fix="Free some space, then run the same command again."

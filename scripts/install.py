@@ -261,6 +261,13 @@ def fingerprint(choice: WheelChoice | None = None) -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in inputs) + os.fsencode(ROOT)).hexdigest()
 
 
+def command_of(venv: Venv) -> str:
+    """How to call the program from here; the folder of its programs is rarely in PATH."""
+    program = venv.python.with_name("lora-rocm.exe" if os.name == "nt" else "lora-rocm")
+    here = program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program
+    return quoted([str(here)], os.name == "nt")
+
+
 def read_stamp(venv: Venv) -> dict[str, object]:
     """The record of the last installation; empty if there is none, or if an older version of this file wrote it."""
     try:
@@ -306,7 +313,7 @@ def install(options: argparse.Namespace, facts: HostFacts) -> None:
         notify(f"pip check: {(output.strip().splitlines() or ['no answer'])[0]}")
     new = {"project": fingerprint(), "dev": bool(options.dev or (same and stamp.get("dev"))), "asked": asked}
     venv.stamp.write_text(json.dumps({**new, "choice": fingerprint(choice)}), encoding="utf-8")
-    notify("ready; next: lora-rocm doctor")
+    notify(f"ready; next: {command_of(venv)} doctor, then {command_of(venv)} demo")
 
 
 def quoted(command: list[str], windows: bool) -> str:

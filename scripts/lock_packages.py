@@ -70,7 +70,8 @@ def main() -> int:
     project, extras = data["project"], data["project"]["optional-dependencies"]
     major, oldest = numbers(ANY_TORCH)
     torches = [f"torch=={major}.{minor}.*" for minor in range(oldest, NEWEST_TORCH[1] + 1)]
-    run = [*project["dependencies"], *data["build-system"]["requires"], *BUILDS, torches[-1]]
+    of_project = [*project["dependencies"], *extras["ui"]]  # a checkout has the web page as well
+    run = [*of_project, *data["build-system"]["requires"], *BUILDS, torches[-1]]
     with tempfile.TemporaryDirectory(prefix="lora-rocm-lock-", ignore_cleanup_errors=True) as name:
         uv, folder = install_uv(Path(name) / "tools"), Path(name)
         of_run, of_pip = resolved(uv, folder, run), resolved(uv, folder, ["pip"])
@@ -85,7 +86,8 @@ def main() -> int:
         return 1
     parts = {
         "pip": of_pip,
-        "run": {name: text for name, text in of_run.items() if name in pinned},
+        # with the marker of dev, as a package is in one lock: click needs colorama on Windows, mkdocs everywhere
+        "run": {name: of_dev.get(name, text) for name, text in of_run.items() if name in pinned},
         "dev": {name: text for name, text in of_dev.items() if name in pinned and name not in of_run},
         "triton": {name: text for name, text in of_triton.items() if name == "triton"},
     }

@@ -60,6 +60,7 @@ ROOMS: dict[str, str] = {
     "doctor": LIGHT,
     "commands": LIGHT,
     "api": LIGHT,
+    "ui": LIGHT,
     "json_reference": LIGHT,
     "cli": LIGHT,
     "__main__": LIGHT,
@@ -76,6 +77,7 @@ PROCESS_EDGES = {
     (f"{PACKAGE}.loader.worker_pool", "_serve"),
     (f"{PACKAGE}.commands.check_base", "_weigh"),  # a thread, which passes its exceptions on
     (f"{PACKAGE}.commands.start_run", "_work"),  # likewise
+    (f"{PACKAGE}.ui.background", "_run"),  # likewise
     (f"{PACKAGE}.dataset.rows.row_edge", "row_edge"),
     (f"{PACKAGE}.families.causal_lm.chat_template", "_template"),
     ("benchmarks/reliable_fuzz.py", "child"),
@@ -368,7 +370,7 @@ def unfinished_faults(module: Module) -> Iterator[str]:
 
 
 def encoding_faults(module: Module) -> Iterator[str]:
-    """Text read or written in whatever encoding the machine happens to have."""
+    """Text read or written in an encoding that depends on the machine."""
     for node in module.nodes:
         if isinstance(node, ast.Call) and _is_text_io(node):
             if not any(keyword.arg in ("encoding", None) for keyword in node.keywords):

@@ -323,9 +323,10 @@ def test_model_folders_that_cannot_be_used(
         assert "valid" not in checked.text
 
 
-def test_a_sound_base_is_valid_last(program: Program) -> None:
+def test_a_sound_base_is_valid_and_the_next_command_is_last(program: Program) -> None:
     said = program("check", "r.yaml")
-    assert said.code == 0 and said.out.rstrip().splitlines()[-1].endswith("r.yaml: valid")
+    verdict, following = said.out.rstrip().splitlines()[-2:]
+    assert said.code == 0 and verdict.endswith("r.yaml: valid") and following.endswith("lora-rocm train r.yaml")
     assert said.out.count("valid") == 1
 
 

@@ -126,6 +126,22 @@ def test_from_nothing(stand: Stand) -> None:
     assert stand.compiled.startswith("python -m pytest --collect-only")
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_last_line_is_a_command_that_works_there(
+    inside: bool, stand: Stand, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder of the programs is not in PATH; paths with spaces are quoted for the shell."""
+    monkeypatch.chdir(stand.root if inside else stand.root.parent.parent)
+    with_gpu(stand)
+    stand.states = [EMPTY, ROCM_TORCH]
+    assert stand.run() == 0
+    said = capsys.readouterr()
+    last = (said.out + said.err).splitlines()[-1]
+    program = stand.venv.python.with_name("lora-rocm.exe" if os.name == "nt" else "lora-rocm")
+    assert install.quoted([str(program.relative_to(Path.cwd()))], os.name == "nt") in last
+    assert install.command_of(stand.venv) in last and "demo" in last
+
+
 CUDA_TORCH = [RUNS, {"release": "2.13.0"}, {"version": "2.13.0", "hip": None, "cuda": "13.0", "archs": ["sm_90"]}]
 
 

@@ -68,8 +68,9 @@ def test_what_the_project_asks_for_is_locked_on_every_system(system: str, python
             if not marker or Marker(marker).evaluate(environment):  # type: ignore[arg-type]
                 there[name] = pins(entry)[name]
     data = project()
-    run = [*data["project"]["dependencies"], *data["build-system"]["requires"]]  # type: ignore[index]
-    for part, asked in (("run", run), ("dev", data["project"]["optional-dependencies"]["dev"])):  # type: ignore[index]
+    extras = data["project"]["optional-dependencies"]  # type: ignore[index]
+    run = [*data["project"]["dependencies"], *extras["ui"], *data["build-system"]["requires"]]  # type: ignore[index]
+    for part, asked in (("run", run), ("dev", extras["dev"])):
         for wanted in map(Requirement, asked):
             if str(wanted) == ANY_TORCH:
                 continue

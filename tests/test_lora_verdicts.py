@@ -299,7 +299,7 @@ def test_a_peft_folder(base: Shared, tmp_path: Path, fields: dict[str, Any], cod
 
 
 def peft_folder(folder: Path, fields: dict[str, Any]) -> Path:
-    """Two modules, so that one can be of another strength than the other."""
+    """Two modules, so that one can be of a different strength than the other."""
     folder.mkdir()
     names = [f"base_model.model.{MODULE.removeprefix('transformer.')[:-1]}{letter}" for letter in "qk"]
     tensors = {f"{name}.{role}": tensor.clone() for name in names for role, tensor in LORA.items()}

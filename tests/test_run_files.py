@@ -1,4 +1,4 @@
-"""A run directory affects only itself: whatever in it is a link, no command changes anything outside.
+"""A run directory affects only itself: even if parts of it are links, no command changes anything outside.
 
 Every file and folder that a run has is replaced by a link to a copy outside, and every command is run. It succeeds, or
 names the refused path.
@@ -34,7 +34,7 @@ SETS = (
 )
 MORE = (*SETS, "train.max_train_steps=3", "output.keep_last=1")
 FOLDERS = ("checkpoints", "samples", "tensorboard", "peft")
-IN_PLACE = {".parent.lock", ".worker.lock", "events.jsonl", "heartbeat.rank0.json", "worker.log"}
+IN_PLACE = {".parent.lock", ".worker.lock", "events.jsonl", "heartbeat.rank0.json", "losses.rank0.bin", "worker.log"}
 """Of the files of such a run; see ``run.layout.IN_PLACE``. Every other file is written whole, or only read."""
 EXPORTS = ("lora.safetensors", "pytorch_lora_weights.safetensors", "peft/unet/adapter_model.safetensors")
 

@@ -42,6 +42,7 @@ ALLOWED = {
     ("rundir.layout", "set_name", "unlink"): OF_A_LINK,
     ("supervisor.lock", "locked", "FileLock"): LOCK,
     ("rundir.held_locks", "is_held", "FileLock"): LOCK,
+    ("supervisor.queue_dir", "locked", "FileLock"): LOCK,
     ("supervisor.choose_run_dir", "settle", "unlink"): OF_A_LINK,
     ("rundir.recipe_file", "accept", "unlink"): OF_A_LINK,
     ("rundir.recipe_file", "withdraw", "unlink"): OF_A_LINK,
@@ -52,8 +53,10 @@ ALLOWED = {
     ("supervisor.worker_group", "run_workers", "unlink"): OF_A_LINK,
     ("train.hooks", "_opened", "SummaryWriter"): "``refuse_link`` of its folder comes before; a new name each time",
     ("train.session", "postpone", "truncate"): "its own open file",
+    ("rundir.sample_losses", "begin", "truncate"): "its own open file",
     ("train.checkpoint", "_remove", "unlink"): "in a folder that is no link",
     ("train.worker", "main", "FileLock"): LOCK,
+    ("ui.edits", "_only", "FileLock"): "in the program's own folder",
 }
 
 

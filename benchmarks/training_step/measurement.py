@@ -191,15 +191,19 @@ def _kept(bench: Bench) -> Figures:
     """Return the memory-saving measures of the steps: parts of a micro-batch, and blocks recomputed or offloaded."""
     relief, memory = bench.trainer.relief, bench.artifacts.memory
     blocks = len(bench.trainer.family.blocks(bench.trainer.model))
-    recomputed, offloaded = (0, blocks * memory.offloads)
-    if memory.plan is not None:
-        recomputed, offloaded = len(memory.plan.recomputed), len(memory.plan.offloaded)
+    plan = memory.plan
+    recomputed, offloaded = (0, blocks * (memory.asked == "offload"))
+    if plan is not None:
+        recomputed, offloaded = len(plan.recomputed), len(plan.offloaded)
     return {
         "parts": relief.parts,
         "recomputes": relief.recomputes,
         "blocks": blocks,
         "recomputed_blocks": blocks if relief.recomputes else recomputed,
         "offloaded_blocks": offloaded,
+        "blocks_keeping_attention": 0 if plan is None else len(plan.attention),
+        "offloads_inputs": memory.inputs is not None,
+        "unpacks_once": plan is not None and plan.unpacks_once,
     }
 
 
@@ -210,7 +214,7 @@ def _warm_up(bench: Bench) -> int:
 
 
 def _parts(bench: Bench) -> dict[str, float]:
-    """Return part of a step -> seconds. Loader and verdict by the host's clock, all else by the device's."""
+    """Return the seconds of each part of a step. Loader and verdict by the host's clock, all else by the device's."""
     marks, trainer = Marks(bench.start.device), bench.trainer
     with ExitStack() as stack:
         for owner, method, name in (

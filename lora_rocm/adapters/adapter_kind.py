@@ -115,7 +115,9 @@ class AdapterKind(ABC):
 
     @classmethod
     def smaller(cls, lora: AdapterSection) -> Iterator[tuple[str, AdapterSection]]:
-        """Yield smaller sections, from largest to smallest, as (words such as "lora.rank to 8", section).
+        """Yield (description, section) for smaller sections, from largest to smallest.
+
+        A description is a text such as "lora.rank to 8".
 
         A smaller section trains fewer parameters than ``lora``.
         """
@@ -161,7 +163,7 @@ class AdapterKind(ABC):
     @classmethod
     @abstractmethod
     def attach(cls, family: ModelFamily, model: LoadedModel, entries: Mapping[str, Entry]) -> Self:
-        """Attach layers that have the effect, modules and sizes of a file's entries. Return the adapter."""
+        """Attach layers to the modules of a file's entries, with the same sizes and effect. Return the adapter."""
 
     @abstractmethod
     def unfit(self, lora: AdapterSection, entries: Mapping[str, Any], path: Path) -> Sequence[tuple[str, str]]:

@@ -34,9 +34,9 @@ def inject(
 ) -> Adapter:
     """Attach new adapter layers to a loaded model. With ``lora.init_from`` they start with that file's effect.
 
-    The initial weights depend only on ``seed``: they are drawn in float32 on the CPU, whatever the base model's dtype.
-    Without ``lora.init_from`` they leave the model's output unchanged. If a module has a lower rank in the file than
-    ``lora.rank``, it keeps the file's effect, and its extra ranks are initialised as in a new layer.
+    The initial weights depend only on ``seed``: they are drawn in float32 on the CPU, regardless of the base model's
+    dtype. Without ``lora.init_from`` they leave the model's output unchanged. If a module has a lower rank in the file
+    than ``lora.rank``, it keeps the file's effect, and its extra ranks are initialised as in a new layer.
 
     ``notify`` receives notices about skipped parts of the file and about padded ranks. ``resumed``: whether the caller
     will load the weights from a checkpoint or file. If so, the files that ``lora`` names as initial values are not

@@ -72,7 +72,10 @@ def conv_checks(device: torch.device) -> Iterator[Check]:
 
 
 def _library() -> str:
-    """Check that torch prefers rocBLAS, and return a remark. It is called only if hipBLASLt is disabled."""
+    """Check that torch prefers rocBLAS, and return a remark for the result.
+
+    It is called only if hipBLASLt is disabled.
+    """
     library = hipblaslt.preferred()
     if library != "cublas":
         raise WrongAnswerError(f"hipBLASLt is switched off, but torch still prefers {library}")

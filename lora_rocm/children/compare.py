@@ -120,10 +120,12 @@ def _states(
     files: Sequence[tuple[int, Path]],
     tokens: Sequence[NewToken],
 ) -> dict[int, dict[str, Tensor]]:
-    """Return number of updates -> trained tensors. Missing and damaged files are skipped with a notice.
+    """Return the trained tensors of each file, keyed by the number of updates.
+
+    Missing and damaged files are skipped with a notice.
 
     Raises:
-        AdapterError: no file can be read. It is the error of the first file.
+        AdapterError: no file can be read. The first file's error is raised.
     """
     states, faults = dict[int, dict[str, Tensor]](), list[AdapterError]()
     for updates, path in files:
@@ -159,7 +161,9 @@ def _held_out_batches(recipe: Recipe, family: ModelFamily, cache: LatentCache, p
 
 
 def mean_losses(found: Sequence[HeldOut]) -> dict[str, float | None]:
-    """Return sample key -> mean loss over the measured timesteps. A sample that an epoch repeats counts only once.
+    """Return each sample's mean loss over the measured timesteps, keyed by sample key.
+
+    A sample that an epoch repeats counts only once.
 
     The loss is weighted by the sample's share (``Item.share``), relative to the mean share. So the mean over
     samples equals training's held-out loss, which is a mean over all trained tokens.

@@ -12,7 +12,9 @@ import torch
 
 from lora_rocm.base_models.random_weights import PREFIX
 from lora_rocm.children.json_child import answer
+from lora_rocm.device import attention
 from lora_rocm.device.allocator import room_bytes
+from lora_rocm.device.attention import context_of
 from lora_rocm.device.precision import DTYPES, choose_device, compute_dtype, describe
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import ModelFamily, family_for
@@ -76,12 +78,13 @@ def _gpu(device: torch.device, settings: Settings, dtype: torch.dtype, pin: bool
     """Return name, memory budget and measured rates of the training GPU; None if the device is the CPU."""
     if device.type != "cuda":
         return None
+    attention.enable(settings)
     properties = torch.cuda.get_device_properties(device)
     return CountedGpu(
         name=describe(device),
         integrated=bool(getattr(properties, "is_integrated", 0)),
         budget_bytes=room_bytes(device, settings, steady=steady),
-        rates=measured_rates(device, dtype, pin),
+        rates=measured_rates(device, dtype, pin, context_of(settings.attention)),
     )
 
 

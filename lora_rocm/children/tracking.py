@@ -107,7 +107,7 @@ def numbers_of(event: Tracked) -> Mapping[str, float]:
 
 
 def _settings(run_dir: RunDir, registry: FamilyRegistry) -> dict[str, bool | int | float | str]:
-    """Return the recipe as "section.key" -> value.
+    """Return the recipe's values, keyed by "section.key".
 
     Values that are not numbers, booleans or texts are converted to text.
 

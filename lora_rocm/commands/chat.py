@@ -38,7 +38,7 @@ from lora_rocm.supervisor.run_recipe import recipe_of_run
 SIDES = {"both": ("base", "adapter"), "base": ("base",), "adapter": ("adapter",)}
 TITLES = {"base": "base model", "adapter": "with adapter"}
 MIN_COLUMNS = 100
-"""Minimum width of a terminal that shows two answers side by side. In a narrower one they follow one another."""
+"""Minimum width of a terminal that shows two answers side by side. A narrower terminal shows one below the other."""
 WEIGHTS = "adapter_model.safetensors"
 HELP = """\
 /both, /base, /adapter  choose who answers.
@@ -178,7 +178,7 @@ def _adapter_of(source: Path, registry: FamilyRegistry) -> tuple[Path, Path]:
 
 @dataclass
 class _Talk:
-    """A conversation, on the side of the terminal.
+    """A conversation in the terminal. A child process runs the model.
 
     Attributes:
         child: the process that runs the model.

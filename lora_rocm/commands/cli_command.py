@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from lora_rocm.commands.cli_help import write_commands, write_examples, write_parameters
+from lora_rocm.commands.cli_help import PROGRAM, write_commands, write_examples, write_parameters
 from lora_rocm.commands.output import Failed, Failure, Output, OutputMode
 from lora_rocm.foundation.colour import help_for_terminal
 
@@ -81,12 +81,19 @@ class Command(TyperCommand):
             raise
 
     def explained(self, message: str, args: list[str]) -> str:
-        """Return the message about wrong arguments. A subclass may improve it."""
-        return message
+        """Return the message about wrong arguments. A subclass may improve it.
+
+        It is empty if an argument is missing: the library's own sentence then precedes the result.
+        """
+        example = next(iter((self.epilog or "").splitlines()), "")
+        return message or (example and f"For example: {PROGRAM} {example.strip()}")
 
 
 class BenchCommand(Command):
-    """A ``bench`` command. In earlier versions its ``--json`` took a file, so the message about that is clearer."""
+    """A ``bench`` command. In earlier versions, ``--json`` took a file name.
+
+    A user who still passes one gets a special message.
+    """
 
     def explained(self, message: str, args: list[str]) -> str:
         word = next((word for word in args if word == "--json" or word.startswith("--json=")), None)

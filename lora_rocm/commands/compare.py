@@ -87,7 +87,7 @@ def compare(
     prompts = [filled_in("--prompt", prompt, recipe) for prompt in prompts]
     sample = recipe.sample.only(prompts) if prompts else recipe.sample
     if not sample.prompts and not recipe.data.validation_split:
-        what = "The recipe of this run has neither prompts nor held-out samples, so there is nothing to compare by."
+        what = "The recipe of this run has neither prompts nor held-out samples, so there is nothing to compare."
         raise UserError("nothing-to-compare", what, where=str(run_dir.recipe), fix='Give --prompt "...".')
     files = spread(run_dir.checkpoint_loras(), most)
     if not files:

@@ -164,7 +164,7 @@ def _inspected(path: Path, registry: FamilyRegistry) -> Found:
             "pickle-refused",
             "This is a pickle file: loading one can run any program hidden in it, so only .safetensors is read.",
             where=str(path),
-            fix="Use the .safetensors edition of the file.",
+            fix="Use the .safetensors version of the file.",
         )
     refuse_gguf(path, str(path))
     if path.is_file() and path.suffix.lower() not in WEIGHTS:
@@ -201,7 +201,7 @@ def _file(header: TensorFileHeader, registry: FamilyRegistry) -> Found:
 
 
 def _standard(header: TensorFileHeader) -> TensorFileHeader:
-    """Return the header with standard names of an adapter's tensors.
+    """Return the header with the tensor names of an adapter converted to standard names.
 
     It is unchanged if two tensors would get the same name.
     """

@@ -27,7 +27,8 @@ from lora_rocm.hardware.memory_budget import (
     parts_text,
 )
 from lora_rocm.planning.format_errors import loss_text, weights_text, whole_text
-from lora_rocm.planning.step_plan import CONTEXT_BYTES, MODES, Footprint, Plan, Rates, SampleCost, choose, table
+from lora_rocm.planning.step_choice import choose, table
+from lora_rocm.planning.step_plan import CONTEXT_BYTES, MODES, Footprint, Plan, Rates, SampleCost, without_main_memory
 from lora_rocm.planning.step_requirements import ADAPTER, RecipeJob, does_not_fit, job_of, plan_text
 from lora_rocm.processes.jobs import Counted, CountedGpu, PlanJob, QuantisedEncoder
 from lora_rocm.processes.tool import ask
@@ -114,6 +115,7 @@ class PlanResult:
         plans: for each mode and number of parts, the fastest plan that fits, or else the smallest plan.
         chosen: the plan that training would use, or null if none fits.
         seconds_are_known: whether the times are for this machine's GPU. If not, only their ratios are meaningful.
+        rates: the rates from which the times are computed.
         attention: backend of attention.
         encoders: the quantised text encoders.
         model_is_here: whether the model is on this machine. If not, its published configuration is used.
@@ -137,6 +139,7 @@ class PlanResult:
     plans: tuple[Plan, ...]
     chosen: Plan | None
     seconds_are_known: bool
+    rates: Rates
     attention: str
     encoders: tuple[QuantisedEncoder, ...]
     model_is_here: bool
@@ -166,7 +169,8 @@ def plan(
     counted, footprint, room, rates, job = found.counted, found.footprint, found.room, found.rates, found.job
     # Choose a plan
     chosen = choose(room.num_bytes, footprint, job, rates)
-    rows = table(room.num_bytes, footprint, replace(job, modes=MODES if not room.shared else MODES[:-1]), rates)
+    modes = without_main_memory(MODES) if room.shared else MODES
+    rows = table(room.num_bytes, footprint, replace(job, modes=modes), rates)
     unfit = chosen is None and room.num_bytes is not None
     encoders = tuple(counted.encoders)
     gpu_here = found.situation.gpu if card is None else None
@@ -186,6 +190,7 @@ def plan(
         tuple(rows),
         chosen,
         rates.known,
+        rates,
         attention_text(found.situation),
         encoders,
         counted.model_is_here,
@@ -331,7 +336,7 @@ def _lines(result: PlanResult) -> Iterator[str]:
     yield room.why if room.num_bytes is None else f"memory for training: {size_text(room.num_bytes)} ({room.why})"
     yield ""
     # table of all plans
-    blocks = f"{'recomputed':>11}{'offloaded':>11}"
+    blocks = f"{'recomputed':>11}{'attention':>11}{'inputs':>8}{'offloaded':>11}"
     yield f"{'memory':<10}{blocks}{'at once':>9}{'graphs':>8}{'peak':>11}{'step':>10}  fits"
     fastest = min(row.step_s for row in result.plans)
     for row in result.plans:
@@ -339,13 +344,15 @@ def _lines(result: PlanResult) -> Iterator[str]:
         fits = "" if room.num_bytes is None else "yes" if row.needed_bytes <= room.num_bytes else "no"
         mark = "  <- chosen" if row == result.chosen else ""
         graphs, peak = "yes" if row.graphs else "no", size_text(row.peak_bytes)
-        blocks = f"{len(row.recomputed):>11}{len(row.offloaded):>11}"
+        inputs = "moved" if row.offloads_inputs else "here"
+        blocks = f"{len(row.recomputed):>11}{len(row.attention):>11}{inputs:>8}{len(row.offloaded):>11}"
         yield f"{row.mode:<10}{blocks}{row.rows:>9}{graphs:>8}{peak:>11}{seconds:>10}  {fits}{mark}".rstrip()
     yield ""
     # the chosen plan
     if result.chosen is not None:
         why = ", because of train.gradient_checkpointing: true" if result.gradient_checkpointing else ""
         yield f"runtime.memory: {result.memory} would choose: {plan_text(result.chosen)}{why}"
+        yield from _reasons(result, result.chosen)
         if result.seconds_are_known and (steps := result.max_train_steps):
             yield f"{count_text(steps, 'step')}: about {time_text(result.chosen.step_s * steps)}"
     if not result.seconds_are_known:
@@ -354,6 +361,33 @@ def _lines(result: PlanResult) -> Iterator[str]:
     yield f"attention: {result.attention}"
     if not result.model_is_here:
         yield f"{result.model} is not on this machine: {PUBLISHED}"
+
+
+def _reasons(result: PlanResult, chosen: Plan) -> Iterator[str]:
+    """Yield the reasons for a plan: the least memory for a faster one, the time of the next, and the measured rates."""
+    available = result.room.num_bytes
+    too_large = [row for row in result.plans if available is not None and row.needed_bytes > available]
+    faster_rows = (row for row in too_large if row.step_s < chosen.step_s)
+    faster = min(faster_rows, key=lambda row: (row.needed_bytes, row.step_s), default=None)
+    if faster is not None:
+        yield f"reason: {_named(faster)} would be faster, but needs {size_text(faster.needed_bytes)}"
+    others = [row for row in result.plans if row not in too_large and not row.same(chosen)]
+    if others:
+        second = min(others, key=lambda row: (row.step_s, row.needed_bytes))
+        yield f"next: {_named(second)}, {second.step_s / chosen.step_s:.2f} times the time"
+    if chosen.unpacks_once:
+        yield "packed weights are unpacked once for a block's recomputation and backward pass"
+    if result.seconds_are_known:
+        rates = result.rates
+        yield (
+            f"measured: products {rates.flops / 1e12:.0f}, attention {rates.attention_flops / 1e12:.0f} TFLOP/s, "
+            f"GPU memory {rates.moved_bytes / 1e9:.0f} GB/s, from main memory {rates.bus_bytes / 1e9:.0f} GB/s, "
+            f"to it {rates.back_bytes / 1e9:.0f} GB/s"
+        )
+
+
+def _named(row: Plan) -> str:
+    return f"{row.mode} with {count_text(row.rows, 'sample')} at once{'' if row.graphs else ', not captured'}"
 
 
 def _remarks(recipe: Recipe, precision: str, gpu: Gpu | None, encoders: Sequence[QuantisedEncoder]) -> Iterator[str]:

@@ -46,7 +46,7 @@ class LoraFile:
     Attributes:
         path: the file, or the folder with config and weights.
         name: its place in the repository, with slashes; empty for the root.
-        readers: program -> what it does with the file, as in ``inspect``.
+        readers: the use of the file by each program, as in ``inspect``.
         kind: kind of adapter.
         rank: highest rank, or 0.
     """
@@ -257,7 +257,7 @@ def _made(path: Path) -> Path:
 def write_previews(found: Publication, folder: Path) -> list[tuple[str, str]]:
     """Copy the newest previews of the run. Return (place in the repository, prompt) of each.
 
-    They are drawn again from their pixels, so that nothing else is in the files.
+    Each image is re-encoded from its pixels, so that the copy has no metadata.
 
     Raises:
         StorageError: a copy cannot be written.

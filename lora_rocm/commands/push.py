@@ -61,8 +61,8 @@ class PushResult:
         is_private: whether the new repository is private, or null for an existing one or a dry run.
         folder: the written folder, or null if it was temporary.
         files: its files.
-        base_model: hub id of the base model in the card, or null if it is not known.
-        license: license in the card, or null if there is none.
+        base_model: hub id of the base model in the model card, or null if it is not known.
+        license: license in the model card, or null if there is none.
     """
 
     repo: str
@@ -92,7 +92,8 @@ def push(
         notify: receives notices.
 
     Raises:
-        UserError: an option is wrong, there is nothing to publish, or the hub refuses it for a reason of the user.
+        UserError: an option is wrong, there is nothing to publish, or the hub refuses the upload for a reason that the
+            user can fix.
         AdapterError: a file is damaged.
         MachineError: the network or the hub fails, or the folder cannot be written.
     """
@@ -142,10 +143,10 @@ def push(
 def _check(repo: str, options: PushOptions) -> None:
     require_repo_name(repo)
     if options.dry_run and options.output is None:
-        raise UserError("push-output", "A dry run needs a folder to write.", where="--dry-run", fix="Add --output DIR.")
+        raise UserError("push-output", "A dry run needs an output folder.", where="--dry-run", fix="Add --output DIR.")
     if options.update and options.public:
         what = "--public is for a new repository: --update does not change who may see the repository."
-        raise UserError("push-update", what, where="--public --update", fix="Omit --public, or change it on the hub.")
+        raise UserError("push-update", what, where="--public --update", fix="Omit --public, or change this on the hub.")
     if (output := options.output) is not None and os.path.lexists(output):
         if not is_folder(output) or any(output.iterdir()):
             what = "This folder is not empty, or it is a file."

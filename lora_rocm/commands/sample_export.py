@@ -315,7 +315,7 @@ def _converter(asked: Path | None) -> Path:
         raise UserError(
             "gguf-converter-missing",
             f"llama.cpp's {SCRIPT}, which writes GGUF adapters, is not "
-            + ("here." if found is not None else f"named by --converter or {LLAMA_CPP}, nor in PATH."),
+            + ("at this path." if found is not None else f"named by --converter or {LLAMA_CPP}, nor in PATH."),
             where=str(found or "--format gguf"),
             fix="git clone https://github.com/ggml-org/llama.cpp, then give its folder: --converter llama.cpp.",
         )

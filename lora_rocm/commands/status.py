@@ -11,7 +11,7 @@ from typing import Any
 from lora_rocm.foundation.units import number_text, rate_text, time_text, times_text
 from lora_rocm.model_files.readers import readers_line
 from lora_rocm.recipe.saved_recipe import recipe_fault
-from lora_rocm.report.figures import Figures
+from lora_rocm.report.figures import progress_of
 from lora_rocm.rundir.event_types import (
     AlarmEvent,
     ChangeEvent,
@@ -22,6 +22,7 @@ from lora_rocm.rundir.event_types import (
     RestartEvent,
     StartEvent,
 )
+from lora_rocm.rundir.fork_origin import ForkOrigin
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_view import RunView
 from lora_rocm.telemetry.numbers import long_text
@@ -69,6 +70,7 @@ class StatusDocument:
         files: intact result files.
         readers: programs that read each LoRA file, by its path.
         remarks: sentences about damaged, missing and older files.
+        forked_from: parent of a forked run, or null.
     """
 
     path: Path
@@ -90,6 +92,7 @@ class StatusDocument:
     files: list[Path]
     readers: dict[str, str]
     remarks: list[str]
+    forked_from: ForkOrigin | None = None
 
 
 def status(run_dir: RunDir) -> StatusDocument:
@@ -101,8 +104,7 @@ def status(run_dir: RunDir) -> StatusDocument:
     # read the state of the run
     view = RunView.of(run_dir)
     files, problem, latest_s = view.files, view.problem, view.latest_s
-    step_s = (view.seconds_per_step or 0.0) if view.is_running else 0.0
-    total = view.max_train_steps
+    progress = progress_of(view)
     readers = {
         str(run_dir.path / event.path): readers_line(event.can_read, event.cannot_read)
         for event in view.all(ExportEvent)
@@ -114,12 +116,12 @@ def status(run_dir: RunDir) -> StatusDocument:
     return StatusDocument(
         path=run_dir.path,
         state=view.state,
-        updates=view.updates,
-        max_train_steps=total,
-        loss=Figures.of(view).loss.value,
-        rate_per_s=1 / step_s if step_s else None,
-        eta_s=step_s * (total - view.updates) if step_s and total else None,
         activity=_activity(view),
+        updates=progress.updates,
+        max_train_steps=progress.max_train_steps,
+        loss=progress.loss,
+        rate_per_s=progress.rate_per_s,
+        eta_s=progress.eta_s,
         last_event_s_ago=round(time.time() - latest_s, 1) if latest_s is not None else None,
         incidents=len(view.all(IncidentEvent)),
         restarts=sum(isinstance(event, RestartEvent) for event in view.trouble),
@@ -131,6 +133,7 @@ def status(run_dir: RunDir) -> StatusDocument:
         files=list(files.whole),
         readers={path: text for path, text in readers.items() if text},
         remarks=[*([fault] if (fault := recipe_fault(run_dir)) else ()), *view.remarks],
+        forked_from=view.forked_from,
     )
 
 
@@ -152,6 +155,8 @@ def status_text(found: StatusDocument) -> str:
         f"  step {found.updates}" + (f" of {total}" if total else ""),
         f"  loss {number_text(found.loss)}",
     ]
+    if found.forked_from is not None:
+        lines.insert(1, f"  forked from {found.forked_from.text}")
     if found.rate_per_s:
         left = f", {time_text(found.eta_s)} left" if found.eta_s is not None else ""
         lines.append(f"  {rate_text(found.rate_per_s)}{left}")
@@ -171,12 +176,19 @@ def status_text(found: StatusDocument) -> str:
     if found.error:
         lines.append(f"  error: {found.error.what}")
     lines.append(f"  last checkpoint: {found.last_checkpoint or 'none yet'}")
+    lines += _file_lines(found)
+    lines += [f"  {remark}" for remark in found.remarks]
+    return "\n".join(lines)
+
+
+def _file_lines(found: StatusDocument) -> list[str]:
+    """Return lines with the run's files, and the programs that read them."""
+    lines = []
     for path in found.files:
         lines.append(f"  file: {path}")
         if reader := found.readers.get(str(path)):
             lines.append(f"    {reader}")
-    lines += [f"  {remark}" for remark in found.remarks]
-    return "\n".join(lines)
+    return lines
 
 
 def _watched_lines(found: StatusDocument) -> list[str]:

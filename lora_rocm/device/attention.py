@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from lora_rocm.device.kept_attention import attention_output
 from lora_rocm.hardware.settings import Settings
 
 Attend = Callable[..., Tensor]
@@ -40,9 +41,13 @@ ORDERS = {
     "sdpa-cudnn": (CUDNN, FLASH, EFFICIENT, MATH),
     "math": (MATH,),
 }
-"""Setting -> torch's backends in order of preference. Each handles the shapes that the earlier ones do not support."""
+"""Torch's backends for each setting, in order of preference. Each handles the shapes that the earlier ones do not
+support.
+"""
 ROUTES = {"math": MATH, "efficient": EFFICIENT, "flash": FLASH, "cudnn": CUDNN}
-"""Name of a backend of ``scaled_dot_product_attention`` -> torch's constant. The plainest backend comes first."""
+"""Torch's constants for the backends of ``scaled_dot_product_attention``, keyed by name. The plainest backend comes
+first.
+"""
 _held_out: set[str] = set()
 """Routes (keys of ``ROUTES``) that are disabled, because they gave wrong numbers in this process or in an earlier one.
 ``enable`` and ``hold_out`` set it.
@@ -117,7 +122,7 @@ def _ordered(backend: str) -> Iterator[None]:
 
 
 class _Instead(TorchFunctionMode):
-    """A context that computes attention without mask and dropout by ``attend``; torch computes all other calls."""
+    """A context in which ``attend`` computes attention. Calls with a mask or dropout are still computed by torch."""
 
     def __init__(self, attend: Attend) -> None:
         super().__init__()
@@ -205,9 +210,14 @@ class _Grouped(torch.autograd.Function):
     ) -> Tensor:
         scores_bytes = COPIES * query_NSD.shape[1] * key_NTD.shape[1] * torch.float32.itemsize
         ctx.how = is_causal, scale, products, max(1, group_bytes // scores_bytes)
-        output_NSD = query_NSD.new_empty((*query_NSD.shape[:2], value_NTD.shape[-1]))
-        for q, k, v, out in _split(ctx.how, query_NSD, key_NTD, value_NTD, output_NSD):
-            out.copy_(_probabilities(q, k, ctx.how).to(products) @ v.to(products))
+
+        def compute() -> Tensor:
+            made_NSD = query_NSD.new_empty((*query_NSD.shape[:2], value_NTD.shape[-1]))
+            for q, k, v, out in _split(ctx.how, query_NSD, key_NTD, value_NTD, made_NSD):
+                out.copy_(_probabilities(q, k, ctx.how).to(products) @ v.to(products))
+            return made_NSD
+
+        output_NSD = attention_output(compute)
         ctx.save_for_backward(query_NSD, key_NTD, value_NTD, output_NSD)
         return output_NSD
 
@@ -245,4 +255,4 @@ OTHERS: dict[str, Callable[[], Attend]] = {
     "math-groups": grouped,
     "math-groups-float32": lambda: grouped(torch.float32),
 }
-"""Setting -> factory of the function that replaces torch's attention."""
+"""Factory of the function that replaces torch's attention, for each setting."""

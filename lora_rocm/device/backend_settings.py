@@ -1,4 +1,4 @@
-"""Applies the planned settings to torch, once at the start of a process that computes with torch."""
+"""Applies the planned settings to torch, once at the start of each process that computes with torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """The library that computes matrix products on an AMD GPU: rocBLAS (torch calls it cublas) or hipBLASLt (cublaslt).
 
 The parent process sets torch's environment variables. Before torch 2.12, the value 0 was treated as unset, and unset
-means hipBLASLt on RDNA 4 (pytorch#174377). So each process also sets torch's preference (``prefer_rocblas_if_off``), and the self-test
-reads it back.
+means hipBLASLt on RDNA 4 (pytorch#174377), which faults at small LoRA ranks. So each process also sets torch's
+preference (``prefer_rocblas_if_off``), and the self-test reads it back. ``rules/amd_rules.toml`` lists
+the machines that need it.
 
 ``torch._int_mm`` and ``torch._scaled_mm`` always use hipBLASLt, regardless of the preference (FlyDSL#1073). So no
 module may call them: a product of 8-bit numbers would use hipBLASLt even in the profile "safe".

@@ -1,8 +1,8 @@
 """Fills the caches: encodes missing entries one item at a time, one encoder after the other.
 
 Items are not batched, because an encoder's exact output depends on the other items of its batch. Without batches, an
-entry's bytes are the same whichever other entries are missing, and after an interruption. Each encoder is freed before
-the next is loaded.
+entry's bytes do not depend on which other entries are missing, or on interruptions. Each encoder is freed before the
+next is loaded.
 
 While an encoder works on one image, threads read, hash, decode and crop the next images. Another thread writes entries
 (``encoded_cache/prefetch.py``). Neither order nor bytes depend on the threads.
@@ -391,7 +391,7 @@ def _bytes_as_before(wanted: EncodeRequest, sha256: str) -> bytes:
     """Return the undecoded bytes of an image, if they still have the hash that is part of the key.
 
     Raises:
-        DataError: the image cannot be read, or has changed. Encoded under the old key, it would corrupt the cache.
+        DataError: the image cannot be read, or has changed. Encoding it under the old key would corrupt the cache.
     """
     content = wanted.read()
     if hash_of(content) != sha256:

@@ -75,7 +75,7 @@ class Filling(ExitStack):
 
 
 def _made(entry: ImageEntry, in_tiles: bool) -> ImageEntry:
-    """Return the entry without its fault, as it is after encoding."""
+    """Return the entry in its state after encoding, without its fault."""
     return replace(entry, fault="", in_tiles=in_tiles and entry.tiled_key is not None)
 
 

@@ -1,4 +1,4 @@
-"""The samples of a run as an Arrow table with their axes, crops and cache keys; and the plan's items, built from it.
+"""The samples of a run as an Arrow table with their axes, crops and cache keys, and the plan's items, built from it.
 
 A sample takes some 300 bytes in addition to its name and caption. As objects it would take several thousand.
 """
@@ -63,7 +63,7 @@ def _lengths(row: Mapping[str, Any]) -> dict[str, int]:
 
 
 def slot_bytes(sources: Iterable[ResolvedSource]) -> int:
-    """Return how many bytes the keys of all views of one image take, for the source with the most views."""
+    """Return the size of the keys of all views of one image, in the source with the most views."""
     return KEY_BYTES * max(MIN_VIEWS, *(len(views_of(source)) for source in sources))
 
 

@@ -442,7 +442,8 @@ def choose_held_out(hashes: dict[str, str], share: float) -> set[str]:
 
     A sample's content hash is mapped to a fraction in [0, 1); the sample is held out if the fraction is below
     ``share``. Only the content decides. So adding or renaming samples does not move other samples, and copies stay
-    together. If training or held-out samples would be empty, one sample is moved there, unless ``share`` is 0 or 1.
+    together. If the training set or the held-out set would be empty, one sample is moved into it, unless ``share`` is 0
+    or 1.
 
     ``hashes``: content hashes, keyed by sample.
     """

@@ -1,8 +1,8 @@
 """Writes an adapter in the formats of other programs: kohya's file for many, files for a single program, PEFT folders.
 
 Sources of the formats: kohya-ss/sd-scripts ``networks/lora.py``, diffusers ``loaders/lora_base.py``, PEFT's adapter
-folders. Magnitudes and alphas are always float32. They are few, and a DoRA magnitude rounded to 8 bits would change the
-whole base weight.
+folders. Keys have the names of ``families.lora_file_names``. Magnitudes and alphas are always float32. They are few,
+and a DoRA magnitude rounded to 8 bits would change the whole base weight.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ def kohya_tensors(
         raise AdapterError(
             "export-form",
             f"Some modules cannot be written in the {file_format} format: {error}.",
-            fix="Set lora.targets to all layers of these weights, or remove the format from output.formats.",
+            fix="Set lora.targets so that it includes every layer stored in the same weight (for example query, key "
+            "and value), or remove the format from output.formats.",
         ) from error
     how = "kohya" if file_format == SD_SCRIPTS else family.lora_file_names.form
     one_alpha = file_format == "kohya" or (

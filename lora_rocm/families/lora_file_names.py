@@ -29,13 +29,17 @@ def not_known(component: str, module: str, rows: int) -> Rows:
 class LoraFileNames:
     """Names of a family's modules in LoRA files, and diffusers' loader for these files.
 
+    Implementations: ``common.unet.lora_file_names`` for UNets, ``common.dit.family`` for transformers; a family may
+    override them.
+
     prefixes: prefix of modules' names ("lora_unet_") by component, in the one file that other programs read.
     ``form``: the format of that file (``adapters.entry.Form``): "kohya", or "folded" if readers ignore alpha.
     key: maps (component, module) to the module's name in that file, without ``.lora_down.weight``. It begins with the
         component's prefix: "lora_unet_input_blocks_4_1_...", "diffusion_model.layers.0...".
     load_in_diffusers: loads a file into weightless components with diffusers' own loader, as its users do.
     original: positions in files with the original release's names ("double_blocks.0.img_attn.qkv"). Such files are only
-        read. Positions are empty if the names equal those from ``key`` or are unknown.
+        read, but ``scripts_rows`` derives kohya's names from them. Positions are empty if the names equal those from
+        ``key`` or are unknown.
     scripts: positions in files for kohya's scripts (sd-scripts, musubi-tuner), or None for the default of
         ``scripts_rows``.
     """

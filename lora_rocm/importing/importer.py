@@ -1,4 +1,4 @@
-"""The way from another trainer's files to a recipe that lora-rocm accepts, with the outcome of every setting."""
+"""Translates another trainer's files into a recipe that lora-rocm accepts, and reports the outcome of every setting."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_rocm.errors import RecipeError, UserError
+from lora_rocm.errors import Problem, RecipeError, UserError
 from lora_rocm.importing.config_files import ConfigFiles
 from lora_rocm.importing.recipe_text import recipe_text
 from lora_rocm.importing.registry import MODULES, trainer_of
@@ -20,12 +20,8 @@ from lora_rocm.recipe.load import load_text
 
 ORIGIN = Path("recipe")
 MAX_IN_HEAD = 30
-KEY = re.compile(r"[a-z]\w*(?:\.\w+)+")
 PLACEHOLDER = "FILL-THIS-IN"
-IDLE = re.compile(
-    r"\bhas no effect\b|\bis not read (?:with|by)\b|\bdoes nothing without\b|averages in place of a schedule"
-)
-"""lora-rocm refuses a key with these words if it changes nothing with the other keys."""
+WARMUPS = ("optim.lr_warmup_steps", "optim.lr_warmup_ratio")
 
 
 @dataclass(frozen=True)
@@ -34,9 +30,9 @@ class ImportedRecipe:
 
     Attributes:
         trainer: name of the other trainer.
-        version: of its source that the table was made from.
+        version: version of the other trainer's source on which the table is based.
         text: the recipe as YAML; it passes ``check --schema-only``.
-        outcomes: of every setting, in the order of the files.
+        outcomes: outcome of each setting, in the order of the files.
         unread: parts of the files that could not be read.
         notices: sentences for the user, about the recipe.
     """
@@ -55,7 +51,7 @@ class ImportedRecipe:
 
     @property
     def loses_something(self) -> bool:
-        """Whether something was lost that changes the trained weights, or may do so because it could not be read."""
+        """Whether a lost setting changes the trained weights, or an unreadable part may change them."""
         lost = (row.changes_weights for row in self.outcomes if row.outcome == "unsupported")
         return any(lost) or any(part.changes_weights for part in self.unread)
 
@@ -64,7 +60,7 @@ def import_files(paths: Sequence[Path], options: Sequence[str] = ()) -> Imported
     """Translate the files of another trainer.
 
     Args:
-        paths: the main file first.
+        paths: paths of the files, the main file first.
         options: further options of the other trainer's command line.
 
     Raises:
@@ -110,72 +106,73 @@ def translated(paths: Sequence[Path], options: Sequence[str] = ()) -> Translator
         names = ", ".join(table_of(each).name for each in MODULES)
         fix = f"Give the main configuration of one of these: {names}. For a recipe of lora-rocm: lora-rocm check FILE."
         raise UserError(
-            "import-unknown", "This is not a configuration of a trainer known here.", where=main.file, fix=fix
+            "import-unknown", "This is not a configuration of a supported trainer.", where=main.file, fix=fix
         )
     trainer, table = trainer_of(known), table_of(known)
     content = trainer.read(files, [f"--{option}" for option in options])
+    if not content.settings and not content.unread:
+        fix = "Give the whole file that you pass to the other trainer."
+        raise UserError("import-unreadable", "No setting in the file can be read.", where=main.file, fix=fix)
     translator = Translator(table, files, content.settings, [*content.unread])
     trainer.prepare(translator)
     translator.run_table(trainer.functions)
     trainer.finish(translator)
+    if table.warmup_from_zero and any(key in translator.values for key in WARMUPS):
+        translator.take("optim.lr_warmup_from_zero", True, note=f"the first update has the rate 0 in {table.name}")
     return translator
 
 
 def _fill_in(translator: Translator) -> list[str]:
-    """Write placeholders for what every recipe needs; returns a sentence for each."""
+    """Write placeholders for values that every recipe needs. Return a sentence about each placeholder."""
     values, found = translator.values, []
     if "model.name_or_path" not in values:
-        translator.take("model.name_or_path", PLACEHOLDER, note="name the base model here")
+        translator.take("model.name_or_path", PLACEHOLDER, note="write the base model's name or path")
         found.append(f"The configuration names no base model: replace {PLACEHOLDER} in model.name_or_path.")
     if not any(key in ("data.path", "data.dataset") or key.startswith("data.sources[") for key in values):
         is_text = "model.family" in values and values["model.family"].value == "causal-lm"
         key, what = ("data.sources[0].dataset", "table") if is_text else ("data.path", "folder of the data")
-        translator.take(key, PLACEHOLDER, note=f"name the {what} here")
+        translator.take(key, PLACEHOLDER, note=f"write the name of the {what}")
         found.append(f"The configuration names no data: replace {PLACEHOLDER} in {key}.")
     if "train.epochs" not in values and "train.max_train_steps" not in values:
-        translator.take("train.epochs", 1, note="set the length of the run here")
+        translator.take("train.epochs", 1, note="choose the length of the run")
         found.append("The configuration does not set the length of the run: set train.epochs.")
     return found
 
 
 def _accepted(translator: Translator) -> tuple[str, ...]:
-    """Remove the keys that lora-rocm refuses, until it accepts the rest; returns its notices about the recipe.
+    """Remove keys that lora-rocm refuses, until it accepts the recipe. Return lora-rocm's notices about the recipe.
 
     Raises:
-        UserError: without these keys the recipe has other problems.
+        UserError: the recipe has problems that do not concern a removable key.
     """
     while True:
         text = recipe_text(translator.values)
         try:
             return load_text(text, ORIGIN).notices
         except RecipeError as error:
-            refused: dict[str, str] = {}
+            refused: dict[str, Problem] = {}
             for problem in error.problems:
-                found = re.match(rf"{ORIGIN}(?::\d+)?(?::\d+)? (\S+)", problem.where)
-                key = _key_of(found[1], translator.values) if found is not None else ""
-                if key := key or _key_named(f"{problem.fix} {problem.what}", translator.values):
-                    refused[key] = problem.what
+                key = _given_key(problem, translator.values)
+                if key and (key not in refused or refused[key].is_idle):
+                    refused[key] = problem
             if not refused:
                 problem = error.problems[0]
                 what = f"The configuration gives no recipe that lora-rocm accepts: {problem.what}."
                 where = translator.files.given[0].file
                 raise UserError("import-refused", what, where=where, fix=problem.fix) from None
-        for key, why in refused.items():
-            is_idle = IDLE.search(why) is not None
-            translator.withdraw(key, why if is_idle else f"lora-rocm refuses it: {why}", is_lost=not is_idle)
+        for key, problem in refused.items():
+            why = problem.what if problem.is_idle else f"lora-rocm refuses it: {problem.what}"
+            translator.withdraw(key, why, is_lost=not problem.is_idle)
         _fill_in(translator)
 
 
-def _key_of(named: str, values: Mapping[str, RecipeValue]) -> str:
-    """The given key that a problem is about: the key itself or one above it; empty if there is none."""
-    own = named.removesuffix(":")
-    above = [own[: found.start()] for found in re.finditer(r"[.\[]", own)]
-    return next((key for key in [own, *above[::-1]] if "." in key and _holds(key, values)), "")
-
-
-def _key_named(text: str, values: Mapping[str, RecipeValue]) -> str:
-    """The first given key in the words of a problem about a whole section; empty if there is none."""
-    return next((key for key in KEY.findall(text) if _holds(key, values)), "")
+def _given_key(problem: Problem, values: Mapping[str, RecipeValue]) -> str:
+    """The first given key that a problem is about: one of its keys or one above it; empty if there is none."""
+    for key in problem.keys:
+        above = [key[: found.start()] for found in re.finditer(r"[.\[]", key)]
+        if given := next((each for each in [key, *above[::-1]] if "." in each and _holds(each, values)), ""):
+            return given
+    return ""
 
 
 def _holds(key: str, values: Mapping[str, RecipeValue]) -> bool:

@@ -126,6 +126,30 @@ def decided(implementation: Implementation, kernel: Callable[[], str]) -> Implem
 _collecting: list[set[str]] = []
 
 
+def note_shared(x: Tensor) -> Tensor:
+    """Return ``x``, and record that all samples of a pass share its memory, if it is on the meta device.
+
+    The size of such a tensor does not depend on the number of samples, as the size of a dense weight.
+    """
+    if x.is_meta:
+        for note in _noting:
+            note(x)
+    return x
+
+
+_noting: list[Callable[[Tensor], None]] = []
+
+
+@contextmanager
+def shared_noted(note: Callable[[Tensor], None]) -> Iterator[None]:
+    """Within this context, call ``note`` with the tensors on the meta device that all samples share."""
+    _noting.append(note)
+    try:
+        yield
+    finally:
+        _noting.remove(note)
+
+
 @contextmanager
 def kernels_seen() -> Iterator[set[str]]:
     """Collect the names of the kernels that a pass over meta tensors would launch on a GPU. Yields the growing set."""

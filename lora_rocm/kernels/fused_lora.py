@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from lora_rocm.kernels.weight_format import unpacks_once
+
 
 def lora_linear(
     x: Tensor,
@@ -34,9 +36,10 @@ def lora_linear(
         weight_OI: frozen base weight, or None if ``dense`` returns it.
         bias_O: frozen bias, or None.
         a_RI: LoRA's A, a leaf; its gradient has its dtype.
-        b_OR: LoRA's B, as ``a_RI``.
+        b_OR: LoRA's B, also a leaf.
         scale: alpha / rank.
-        dense: returns the base weight. It is called in each pass, so that no dense weight is kept between passes.
+        dense: returns the base weight. It is called in each pass, so that no dense weight is kept between passes. In a
+            context of ``unpacked_once`` the backward pass uses the weight of the recomputation.
     """
     output: Tensor = _LoraLinear.apply(x, weight_OI, bias_O, a_RI, b_OR, scale, dense)
     return output
@@ -83,8 +86,9 @@ class _LoraLinear(Function):
     ) -> Tensor:
         x_MI = x.reshape(-1, x.shape[-1])
         h_MR = _scaled_product(x_MI, a_RI.t(), scale)
-        y_MO = F.linear(x_MI, _weight(weight_OI, dense), bias_O).addmm_(h_MR, b_OR.t())
-        ctx.save_for_backward(x_MI, h_MR, weight_OI, a_RI, b_OR)
+        used_OI = _weight(weight_OI, dense)
+        y_MO = F.linear(x_MI, used_OI, bias_O).addmm_(h_MR, b_OR.t())
+        ctx.save_for_backward(x_MI, h_MR, _saved(weight_OI, used_OI, ctx.needs_input_grad[0]), a_RI, b_OR)
         ctx.scale, ctx.shape, ctx.dense = scale, x.shape, dense
         return y_MO.view(*x.shape[:-1], y_MO.shape[1])
 
@@ -116,12 +120,13 @@ class _LoraProjections(Function):
         count = len(leaves) // 2
         all_a_RI, b_OR = torch.cat(leaves[:count]), leaves[count:]
         x_MI = x.reshape(-1, x.shape[-1])
-        y_MO = F.linear(x_MI, _weight(weight_OI, dense), bias_O)
+        used_OI = _weight(weight_OI, dense)
+        y_MO = F.linear(x_MI, used_OI, bias_O)
         h_MR = _scaled_product(x_MI, all_a_RI.t(), scale)
         outputs = y_MO.split([b.shape[0] for b in b_OR], dim=1)
         for y, h, b in zip(outputs, h_MR.split([b.shape[1] for b in b_OR], dim=1), b_OR, strict=True):
             y.addmm_(h, b.t())
-        ctx.save_for_backward(x_MI, h_MR, weight_OI, all_a_RI, *b_OR)
+        ctx.save_for_backward(x_MI, h_MR, _saved(weight_OI, used_OI, ctx.needs_input_grad[0]), all_a_RI, *b_OR)
         ctx.scale, ctx.shape, ctx.dense = scale, x.shape, dense
         return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in outputs)
 
@@ -147,10 +152,15 @@ class _LoraProjections(Function):
 
 
 def _weight(weight_OI: Tensor | None, dense: Callable[[], Tensor] | None) -> Tensor:
-    if dense is not None:
-        return dense()
-    assert weight_OI is not None
-    return weight_OI
+    if weight_OI is not None:
+        return weight_OI
+    assert dense is not None
+    return dense()
+
+
+def _saved(weight_OI: Tensor | None, used_OI: Tensor, needed: bool) -> Tensor | None:
+    """Return the weight to save for the backward pass, or None if that pass makes it again or does not need it."""
+    return used_OI if weight_OI is None and needed and unpacks_once() else weight_OI
 
 
 def _scaled_product(left: Tensor, right_factor: Tensor, scale: float) -> Tensor:

@@ -40,6 +40,8 @@ def to_loss_gradient(
         from lora_rocm.kernels.token_loss_triton import launch
 
         return launch(logits_NV, labels_N, ignored, scale, cap)
+    if implementation == "triton":  # on the meta device, the kernel overwrites the logits and allocates the losses
+        return torch.empty_like(labels_N, dtype=torch.float32)
     capped_NV = logits_NV.float() * scale
     slope: Tensor | float = scale
     if cap is not None:

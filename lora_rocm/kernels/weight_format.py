@@ -6,13 +6,15 @@ estimate work on these tensors in any dtype, so they need not know the format.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from lora_rocm.kernels.backend import Implementation
+from lora_rocm.kernels.backend import Implementation, note_shared
 
 
 class WeightFormat(Protocol):
@@ -137,7 +139,7 @@ class PackedLinear(nn.Linear):
         ``implementation``: overrides the layer's own if it is not None.
         """
         if out_OI is None:
-            out_OI = self.weight.new_empty(dense_shape(self), dtype=dtype)
+            out_OI = note_shared(self.weight.new_empty(dense_shape(self), dtype=dtype))
         self.weight_format.unpack(self, implementation or self.implementation, out_OI)
         return out_OI
 
@@ -154,12 +156,37 @@ class _PackedProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, layer: PackedLinear) -> Tensor:
         ctx.layer = layer
         bias = None if layer.bias is None else layer.bias.to(x.dtype)
-        return torch.nn.functional.linear(x, layer.dense(x.dtype), bias)
+        weight_OI = layer.dense(x.dtype)
+        ctx.save_for_backward(weight_OI if unpacks_once() and ctx.needs_input_grad[0] else None)
+        return torch.nn.functional.linear(x, weight_OI, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None]:
-        return dy @ ctx.layer.dense(dy.dtype), None
+        (weight_OI,) = ctx.saved_tensors
+        return dy @ (ctx.layer.dense(dy.dtype) if weight_OI is None else weight_OI), None
+
+
+_unpacks_once: ContextVar[bool] = ContextVar("unpacks_once", default=False)
+
+
+def unpacks_once() -> bool:
+    """Whether products save the dense weight that they made, for their backward pass (``unpacked_once``)."""
+    return _unpacks_once.get()
+
+
+@contextmanager
+def unpacked_once() -> Iterator[None]:
+    """Return a context for the forward pass of a recomputed block, and for its recomputation.
+
+    A dense weight that is made in the recomputation is kept until the layer's backward pass, which would otherwise make
+    it again. Weights saved in the forward pass are discarded by the recomputation.
+    """
+    token = _unpacks_once.set(True)
+    try:
+        yield
+    finally:
+        _unpacks_once.reset(token)
 
 
 def joined_weights(layers: Sequence[PackedLinear], dtype: torch.dtype) -> Tensor:
@@ -168,7 +195,7 @@ def joined_weights(layers: Sequence[PackedLinear], dtype: torch.dtype) -> Tensor
     The layers must have the same number of inputs.
     """
     rows = [layer.out_features for layer in layers]
-    weight_OI = layers[0].weight.new_empty(sum(rows), layers[0].in_features, dtype=dtype)
+    weight_OI = note_shared(layers[0].weight.new_empty(sum(rows), layers[0].in_features, dtype=dtype))
     for layer, part_OI in zip(layers, weight_OI.split(rows), strict=True):
         layer.dense(dtype, out_OI=part_OI)
     return weight_OI

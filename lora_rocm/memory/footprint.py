@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import astuple, dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -36,19 +37,22 @@ from lora_rocm.checks.timing import seconds_of
 from lora_rocm.dataset.companions.controls import control_name
 from lora_rocm.dataset.images.buckets import largest_shape
 from lora_rocm.dataset.shape import SampleShape
+from lora_rocm.device.allocator import taken_bytes
+from lora_rocm.device.attention import Context
 from lora_rocm.device.placement.base import frozen_bytes
 from lora_rocm.device.precision import FLOATS
 from lora_rocm.errors import StorageError
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
+from lora_rocm.families.common.block_inputs import movable, tensors_in
 from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.families.objectives.loss import losses
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.foundation.files import write_json
 from lora_rocm.hardware.settings import Settings
-from lora_rocm.kernels.backend import available, implementation_for, kernels_seen
-from lora_rocm.kernels.weight_format import dense_shape, pack, use_implementation
+from lora_rocm.kernels.backend import available, implementation_for, kernels_seen, shared_noted
+from lora_rocm.kernels.weight_format import PackedLinear, dense_shape, pack, use_implementation
 from lora_rocm.memory.footprint_process import footprints_file
-from lora_rocm.memory.op_counter import Ledger, Tally, fused_attention
+from lora_rocm.memory.op_counter import Ledger, Tally, difference, fused_attention
 from lora_rocm.optim.base import AVERAGE_ITEMSIZE
 from lora_rocm.optim.registry import rule_of
 from lora_rocm.optim.update_rule import ParameterGroup, Scalars
@@ -57,8 +61,10 @@ from lora_rocm.recipe.optim_sections import OptimSection
 from lora_rocm.recipe.schema import Recipe
 
 META = torch.device("meta")
+LAYOUT = 3  # increase it if footprints get other numbers
 KEPT = 20  # footprints in the cache file
 SIDE, COPIED_BYTES = 4096, 256 * 2**20  # sizes of the rate measurement
+HEADS, TOKENS, HEAD_WIDTH = 16, 2048, 128  # of the measured attention
 SENT_BYTES = 32 * 2**20  # of copies from main memory; small, because PyTorch keeps pinned memory
 
 
@@ -71,10 +77,18 @@ class _Seen:
     kept_bytes: int = 0
     rise_bytes: int = 0
     passing_bytes: int = 0
+    passing_shared_bytes: int = 0
+    rise_shared_bytes: int = 0
     entry_bytes: int = 0
     inputs: list[tuple[weakref.ref[Any], int]] = field(default_factory=list)  # (storage, its bytes)
     begun: SampleCost = field(default_factory=SampleCost)
     forward: SampleCost = field(default_factory=SampleCost)
+    attention_begun: tuple[SampleCost, int] = (SampleCost(), 0)
+    attention: SampleCost = field(default_factory=SampleCost)
+    attention_bytes: int = 0
+    input_bytes: int = 0
+    again_bytes: int = 0
+    again_shared_bytes: int = 0
 
 
 class _Watch:
@@ -85,6 +99,7 @@ class _Watch:
         self.moments: list[MemoryPeak] = []
         self._before = 0  # blocks with live activations
         self._inside: _Seen | None = None
+        self._given: list[weakref.ref[Tensor]] = []  # to the block before
         self._handles = []
         for index, block in enumerate(blocks):
             self._handles.append(block.register_forward_pre_hook(partial(self._enter, index), with_kwargs=True))
@@ -96,7 +111,8 @@ class _Watch:
 
     def note(self, within: bool = False) -> None:
         """Append the memory peak since the last mark to ``moments``."""
-        self.moments.append(MemoryPeak(self._before, self.ledger.mark(), within))
+        shared_bytes = self.ledger.shared_peak_bytes
+        self.moments.append(MemoryPeak(self._before, self.ledger.mark(), within, shared_bytes))
 
     def begin(self) -> None:
         """Reset the counters and discard everything recorded so far, which was the warm-up."""
@@ -122,6 +138,7 @@ class _Watch:
         """
         if self._inside is not None:
             self._inside.rise_bytes = self.ledger.peak_bytes - self._inside.start_bytes
+            self._inside.rise_shared_bytes = self.ledger.shared_peak_bytes
         return tensor.detach()  # without the graph, which would keep activations alive
 
     def _enter(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -129,17 +146,26 @@ class _Watch:
         self._before = index
         seen = self._inside = self.seen[index]
         seen.start_bytes, seen.begun = self.ledger.live_bytes, self.ledger.tally.now()
+        seen.attention_begun = (self.ledger.tally.attention, self.ledger.tally.attention_bytes)
         given = _by_storage((args, kwargs))
         seen.inputs = [(weakref.ref(tensor.untyped_storage()), self.ledger.size_of(tensor)) for tensor in given]
+        if torch.is_grad_enabled():
+            values = [*args, *kwargs.values()]  # recomputed blocks are called by position
+            moving = movable(values, self._given if index else ())
+            seen.input_bytes = sum(map(self.ledger.size_of, _by_storage(list(moving.values()))))
+            self._given = tensors_in(values)
 
     def _leave(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         seen, live, self._inside = self.seen[index], self.ledger.live_bytes, None
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if not torch.is_grad_enabled():
             seen.passing_bytes = self.ledger.peak_bytes - seen.start_bytes
+            seen.passing_shared_bytes = self.ledger.shared_peak_bytes
             return
         seen.kept_bytes = live - seen.start_bytes - sum(map(self.ledger.size_of, _by_storage(output)))
         seen.forward = self.ledger.tally.minus(seen.begun)
+        seen.attention = difference(self.ledger.tally.attention, seen.attention_begun[0])
+        seen.attention_bytes = self.ledger.tally.attention_bytes - seen.attention_begun[1]
         self.note(within=True)
         self._before = index + 1
         for tensor in outputs:
@@ -154,7 +180,7 @@ class _Watch:
 
 
 def _by_storage(values: Any) -> list[Tensor]:
-    """Of the tensors among the values, return one per storage, because two views may share a storage."""
+    """Return the tensors among the values, but only one per storage, because two views may share a storage."""
     tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
     return list({tensor.untyped_storage()._cdata: tensor for tensor in tensors}.values())
 
@@ -183,7 +209,7 @@ def counted(
 
 
 def _key(recipe: Recipe, family: ModelFamily, dtype: torch.dtype, more: list[object]) -> str:
-    """The cache key: a hash of everything that a footprint depends on. From the base only its shapes are included."""
+    """The cache key: a hash of everything that a footprint depends on. Of the base, only the shapes are included."""
     software = (__version__, torch.__version__, version("diffusers"), version("peft"))
     lora = recipe.lora.model_dump(mode="json", exclude={"init_from", "alpha"})
     kernels = available(META)
@@ -191,7 +217,7 @@ def _key(recipe: Recipe, family: ModelFamily, dtype: torch.dtype, more: list[obj
     files = [astuple(FileVersion.of(file)) for file in files_of(Path(other))] if other else []
     state = (recipe.optim.model_dump(mode="json", exclude=SHARED), bool(recipe.train.ema_decay), files)
     formats = [family.weight_format(name).name for name in family.all_components]
-    parts = [software, family.name, family.structure, formats, lora, *state, kernels]
+    parts = [LAYOUT, software, family.name, family.structure, formats, lora, *state, kernels]
     return hashlib.sha256(json.dumps([*parts, str(dtype), *more]).encode("utf-8")).hexdigest()
 
 
@@ -232,7 +258,7 @@ def meta_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu: 
 
 
 def to_meta(component: nn.Module) -> nn.Module:
-    """Move a component to the meta device. Unlike ``Module.to``, this keeps weights tied that have several names."""
+    """Move a component to the meta device. Unlike ``Module.to``, this keeps weights with several names tied."""
     moved: dict[Tensor, nn.Parameter] = {}
     for owner in component.modules():
         for key, weight in list(owner.named_parameters(recurse=False)):
@@ -255,7 +281,8 @@ def count(
     watch = _Watch(family.blocks(model), ledger)
     drops = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in trained]  # counted with the adapter
     try:
-        with fused_attention(not plain_attention), kernels_seen() as kernels, ledger:
+        noting = shared_noted(ledger.note_shared)
+        with fused_attention(not plain_attention), kernels_seen() as kernels, noting, ledger:
             with torch.no_grad():  # recomputed blocks first run without gradients
                 losses(family, model, batch, draws)
             # The counted pass, with all activations kept.
@@ -267,9 +294,8 @@ def count(
             watch.note()
             work = ledger.tally.now()
             watch.close()
-            # A second pass that recomputes all blocks in segments.
-            again = Recomputing(model, together=True, again=lambda: fused_attention(not plain_attention))
-            recomputed_bytes = _recomputed(family, model, batch, draws, ledger, again)
+            # Passes that recompute all blocks, in segments and alone.
+            recomputed_bytes, recomputed_shared_bytes = _recomputed(family, model, batch, draws, watch, plain_attention)
     finally:
         watch.close()
         for drop in drops:
@@ -285,10 +311,11 @@ def count(
         adapter_bytes=always_bytes,
         gradient_bytes=gradient_bytes,
         landing_bytes=landing_bytes,
-        blocks=tuple(_block(f"{number}", seen) for number, seen in enumerate(watch.seen)),
+        blocks=tuple(_block(f"{number}", seen, model.dtype) for number, seen in enumerate(watch.seen)),
         moments=tuple(watch.moments),
         work=work,
         recomputed_bytes=recomputed_bytes,
+        recomputed_shared_bytes=recomputed_shared_bytes,
         narrow_layers=adapter.narrow(recipe.lora),
         unstarted_layers=adapter.unstarted(recipe.lora),
         optimizer_bytes=state,
@@ -308,14 +335,67 @@ def _smaller(adapter: Adapter, recipe: Recipe, dtype: torch.dtype, state_itemsiz
 
 
 def _recomputed(
-    family: ModelFamily, model: LoadedModel, batch: Tensors, draws: Tensors, ledger: Ledger, again: Recomputing
-) -> int:
-    """Peak bytes of a pass in which all blocks are recomputed."""
-    family.recompute_activations(model, again)
-    ledger.mark()
-    losses(family, model, batch, draws).sum().backward()
+    family: ModelFamily, model: LoadedModel, batch: Tensors, draws: Tensors, watch: _Watch, plain_attention: bool
+) -> tuple[int, int]:
+    """Peak bytes of a pass with all blocks recomputed, as few of them alone as the family does, and its shared part.
+
+    The memory of each block's recomputation is taken from a pass in which each is recomputed alone.
+    """
+    peaks = []
+    for together in (True, False):
+        again = Recomputing(model, together=together, again=lambda: fused_attention(not plain_attention))
+        family.recompute_activations(model, again)
+        with _Recomputed(watch) as recomputed:
+            losses(family, model, batch, draws).sum().backward()
+        peaks.append((recomputed.peak_bytes, recomputed.peak_bytes - recomputed.own_bytes))
+        if not again.has_segments:  # the second pass would be the same
+            break
     family.recompute_activations(model, Recomputing(model, chosen=()))
-    return ledger.mark()
+    return peaks[0]
+
+
+class _Recomputed:
+    """Hooks that record the memory of each block's recomputation and backward pass, and the peak of the whole pass."""
+
+    def __init__(self, watch: _Watch) -> None:
+        self._ledger, self._seen = watch.ledger, watch.seen
+        self.peak_bytes = self.own_bytes = 0
+        self._now: tuple[_Seen, int] | None = None
+
+    def __enter__(self) -> _Recomputed:
+        self._ledger.mark()
+        self._handles = [
+            seen.block.register_forward_pre_hook(partial(self._begin, seen), with_kwargs=True) for seen in self._seen
+        ]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, seen: _Seen, module: nn.Module, args: object, kwargs: object) -> None:
+        if torch._C._current_graph_task_id() >= 0:  # in the backward pass
+            self._end()
+            self._now = seen, self._ledger.live_bytes
+            return
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(partial(self._reached, seen))
+
+    def _reached(self, seen: _Seen, gradient: Tensor) -> None:
+        """End a block's measurement when its backward pass has computed the gradient of an input."""
+        if self._now is not None and self._now[0] is seen:
+            self._end()
+
+    def _end(self) -> None:
+        shared_bytes, peak = self._ledger.shared_peak_bytes, self._ledger.mark()
+        self.peak_bytes = max(self.peak_bytes, peak)
+        self.own_bytes = max(self.own_bytes, peak - shared_bytes)
+        if self._now is not None:
+            seen, begin_bytes = self._now
+            seen.again_bytes, seen.again_shared_bytes = peak - begin_bytes, shared_bytes
+            self._now = None
 
 
 def state_bytes(shapes: Sequence[torch.Size], recipe: Recipe) -> int:
@@ -345,7 +425,9 @@ def adapter_bytes(count: int, state: int, recipe: Recipe, dtype: torch.dtype) ->
     return count * (master + average + working + leaf) + state, count * 4, count * leaf
 
 
-def _block(name: str, seen: _Seen) -> Block:
+def _block(name: str, seen: _Seen, dtype: torch.dtype) -> Block:
+    packed = [layer for layer in seen.block.modules() if isinstance(layer, PackedLinear)]
+    dense_bytes = sum(taken_bytes(math.prod(dense_shape(layer)) * dtype.itemsize) for layer in packed)
     return Block(
         name=name,
         weight_bytes=frozen_bytes([seen.block]),
@@ -355,6 +437,14 @@ def _block(name: str, seen: _Seen) -> Block:
         passing_bytes=seen.passing_bytes,
         entry_bytes=seen.entry_bytes,
         forward=seen.forward,
+        attention_bytes=seen.attention_bytes,
+        attention=seen.attention,
+        input_bytes=seen.input_bytes,
+        again_bytes=seen.again_bytes,
+        passing_shared_bytes=seen.passing_shared_bytes,
+        again_shared_bytes=seen.again_shared_bytes if seen.again_bytes else seen.rise_shared_bytes,
+        dense_bytes=dense_bytes,
+        unpacking_bytes=dense_bytes + frozen_bytes(packed),
     )
 
 
@@ -382,15 +472,28 @@ def largest_of(recipe: Recipe) -> SampleShape:
     return SampleShape.of(**largest, **frames, **controls)
 
 
-def measured_rates(device: torch.device, dtype: torch.dtype, pin: bool = True) -> Rates:
-    """Measure the rates of matrix products, copies within the GPU, and copies from main memory (pinned if ``pin``)."""
+def measured_rates(
+    device: torch.device, dtype: torch.dtype, pin: bool = True, attending: Context = nullcontext
+) -> Rates:
+    """Measure the rates of matrix products, attention, copies within the GPU, and copies from and to main memory.
+
+    ``pin``: whether that memory is pinned. ``attending``: returns the context of attention in training.
+    """
     own = torch.Generator(device).manual_seed(0)  # leaves the default generator unchanged
     a, b = (torch.randn(SIDE, SIDE, device=device, generator=own).to(dtype) for _ in range(2))
     here = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
     there = torch.empty(SENT_BYTES, dtype=torch.uint8, pin_memory=pin)
+    heads_BHSD = a.flatten()[: HEADS * TOKENS * HEAD_WIDTH].view(1, HEADS, TOKENS, HEAD_WIDTH)
+
+    def attend() -> None:
+        with attending():
+            nn.functional.scaled_dot_product_attention(heads_BHSD, heads_BHSD, heads_BHSD)
+
     return Rates(
         flops=2 * SIDE**3 / seconds_of(lambda: a @ b, device),
         moved_bytes=2 * COPIED_BYTES / seconds_of(lambda: here.clone(), device),
         bus_bytes=SENT_BYTES / seconds_of(lambda: here[:SENT_BYTES].copy_(there, non_blocking=True), device),
+        back_bytes=SENT_BYTES / seconds_of(lambda: there.copy_(here[:SENT_BYTES], non_blocking=True), device),
+        attention_flops=4 * HEADS * TOKENS**2 * HEAD_WIDTH / seconds_of(attend, device),
         known=True,
     )

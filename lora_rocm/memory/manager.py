@@ -6,7 +6,7 @@ It is chosen before the base is loaded, applied to the model, and corrected by a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -14,17 +14,20 @@ from torch import nn
 
 from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.device.allocator import empty_pools, room_bytes
-from lora_rocm.device.attention import Context
+from lora_rocm.device.attention import Context, context_of
 from lora_rocm.device.placement.offloaded import Offload, Offloaded
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
+from lora_rocm.families.common.block_inputs import BlockInputs
 from lora_rocm.families.common.probe_batch import send_zeros
 from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.foundation.units import size_text
 from lora_rocm.hardware.settings import Settings
+from lora_rocm.kernels.backend import Implementation
 from lora_rocm.memory.footprint import counted, measured_rates
-from lora_rocm.planning.step_plan import Footprint, Plan, Rates, StepRequirements, choose, correction, planned, smallest
+from lora_rocm.planning.step_choice import choose, smallest
+from lora_rocm.planning.step_plan import Footprint, Mode, Plan, Rates, StepChoice, StepRequirements, correction, planned
 from lora_rocm.planning.step_requirements import does_not_fit, job_of, plan_text
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.run_context import NOBODY, RunContext
@@ -44,16 +47,20 @@ class MemoryManager:
 
     Attributes:
         plan: the plan, or None on the CPU, where memory is not planned. In this case only ``recomputes`` and
-            ``offloads`` apply.
+            ``asked`` apply.
+        recomputes: whether all blocks are recomputed, if there is no plan.
+        asked: the only mode that the recipe allows, if there is no plan; else None.
         budget_bytes: memory available for tensors, or None if no limit is known.
         context: receives a notice when a feature is disabled or the plan changes.
         again: returns contexts in which blocks are recomputed, or None.
         room: measures the budget again, because other programs may have changed it; None if it cannot be measured.
+        implementation: kernel backend of the fingerprints of block inputs.
+        inputs: keeps block inputs in main memory; None if they stay on the device.
     """
 
     job: StepRequirements
     recomputes: bool
-    offloads: bool
+    asked: Mode | None
     context: RunContext = NOBODY
     footprint: Footprint | None = None
     plan: Plan | None = None
@@ -61,7 +68,10 @@ class MemoryManager:
     rates: Rates = field(default_factory=Rates)
     again: Context | None = None
     room: Callable[[], int] | None = None
+    implementation: Implementation = "eager"
+    inputs: BlockInputs | None = field(default=None, init=False)
     _placement: Offloaded | None = field(default=None, init=False)
+    _pin: bool = field(default=False, init=False)
     _ran_out: bool = field(default=False, init=False)
 
     @property
@@ -81,10 +91,11 @@ class MemoryManager:
 
     @property
     def recomputes_all(self) -> bool:
-        """Whether all blocks are already recomputed, so that recomputation cannot save more memory."""
+        """Whether all of all blocks is already recomputed, so that recomputation cannot save more memory."""
         if self.plan is None or self.footprint is None:
-            return self.recomputes
-        return len(self.plan.recomputed) == len(self.footprint.blocks)
+            return self.recomputes and self.asked != "attention"
+        keeps = self.plan.attention or self.plan.unpacks_once
+        return len(self.plan.recomputed) == len(self.footprint.blocks) and not keeps
 
     @property
     def kernels(self) -> tuple[str, ...] | None:
@@ -105,6 +116,7 @@ class MemoryManager:
             transfer: the transfer to the device. Its verdict also covers weights fetched from main memory.
             pin: whether offloaded weights are in pinned memory.
         """
+        self._pin = pin
         self._placement = Offloaded(transfer, lambda: self._offloaded(family.blocks(model)), pin)
         return self._placement
 
@@ -115,28 +127,55 @@ class MemoryManager:
         """
         assert self._placement is not None
         self._placement.hold()
+        if self.inputs is not None:
+            self.inputs.close()  # no copy into its memory may be in flight once this is freed
+            self.inputs = None
         blocks = family.blocks(model)
-        chosen = [block for index, block in enumerate(blocks) if self._recomputed(index)]
-        if chosen or again:
-            everything = len(chosen) == len(blocks)
-            together = everything and self.offload is None
-            family.recompute_activations(
-                model, Recomputing(model, None if everything else chosen, together, self.again)
-            )
+        choice = self._choice(len(blocks))
+        if choice.offloads_inputs:
+            how = (self._placement.transfer, self._pin, self.implementation)
+            self.inputs = BlockInputs(blocks, *how)
+        if choice.recomputed or again:
+            family.recompute_activations(model, self._recomputing(model, blocks, choice))
 
-    def _recomputed(self, index: int) -> bool:
-        return self.recomputes if self.plan is None else index in self.plan.recomputed
+    def least_recomputing(self, family: ModelFamily, model: LoadedModel) -> Recomputing:
+        """Return the recomputation of all blocks that keeps least. Weights and inputs in main memory stay there."""
+        blocks = family.blocks(model)
+        return self._recomputing(model, blocks, StepChoice(tuple(range(len(blocks)))))
+
+    def _recomputing(self, model: LoadedModel, blocks: list[nn.Module], choice: StepChoice) -> Recomputing:
+        everything = len(choice.recomputed) == len(blocks)
+        return Recomputing(
+            model,
+            None if everything else [blocks[index] for index in choice.recomputed],
+            everything and self.offload is None and not choice.attention,
+            self.again,
+            keeping_attention=[blocks[index] for index in choice.attention],
+            unpacks_once=choice.unpacks_once,
+            inputs=self.inputs,
+        )
+
+    def _choice(self, num_blocks: int) -> StepChoice:
+        """Return the plan's choice. Without a plan, unpacked weights always stay for the backward pass of a block."""
+        if self.plan is not None:
+            return self.plan.choice
+        every = tuple(range(num_blocks))
+        return StepChoice(
+            every if self.recomputes else (),
+            every if self.asked == "offload" else (),
+            every if self.asked == "attention" else (),
+            self.asked == "inputs",
+            self.recomputes,
+        )
 
     def _offloaded(self, blocks: list[nn.Module]) -> list[nn.Module]:
-        if self.plan is None:
-            return blocks if self.offloads else []
-        return [blocks[index] for index in self.plan.offloaded]
+        return [blocks[index] for index in self._choice(len(blocks)).offloaded]
 
     def probe(self, family: ModelFamily, model: LoadedModel, transfer: DeviceTransfer, run: Pass) -> None:
         """Run one pass with zeros of the largest shape before the first step, and measure its memory.
 
-        The measurement corrects the estimates. Another plan is applied if this one does not fit, or if the other is
-        faster. A plan that runs out of memory is replaced at once. Does nothing if memory is not planned.
+        The measurement corrects the estimates. The plan is replaced if it does not fit, or if another one is faster. A
+        plan that runs out of memory is replaced at once. Does nothing if memory is not planned.
 
         Args:
             family: the model's family.
@@ -185,7 +224,7 @@ class MemoryManager:
         wanted = self._after_a_full_pass(now) if peak is None else self._after(now, peak)
         if wanted is None or set(now.offloaded) - set(wanted.offloaded):
             return None
-        return None if _same(wanted, now) else wanted
+        return None if wanted.same(now) else wanted
 
     def _after(self, now: Plan, peak: int) -> Plan | None:
         """The best plan by the corrected estimates, if the current one does not fit or is slower; otherwise None.
@@ -209,7 +248,7 @@ class MemoryManager:
         if self.budget_bytes is None:  # without a budget no correction makes a plan too large
             return least
         wanted: Plan | None = now
-        while wanted is not None and _same(wanted, now) and not _same(now, least):
+        while wanted is not None and wanted.same(now) and not now.same(least):
             self._correct(self.job.correction * SHORT)
             wanted = choose(self.budget_bytes, self.footprint, self.job, self.rates)
         return wanted or smallest(self.footprint, self.job, self.rates)
@@ -218,12 +257,7 @@ class MemoryManager:
         assert self.plan is not None and self.footprint is not None
         now, self.job = self.plan, replace(self.job, correction=factor)
         job = replace(self.job, graphs=now.graphs)
-        self.plan = planned(now.mode, now.parts, now.recomputed, now.offloaded, self.footprint, job, self.rates)
-
-
-def _same(one: Plan, other: Plan) -> bool:
-    """Whether two plans differ in nothing but their estimates."""
-    return astuple(one)[1:5] == astuple(other)[1:5] and one.graphs == other.graphs
+        self.plan = planned(now.mode, now.parts, now.choice, self.footprint, job, self.rates)
 
 
 def decide(
@@ -255,9 +289,8 @@ def decide(
     shared = on_gpu and bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", 0))
     job = job_of(recipe, settings, on_gpu=on_gpu, can_offload=not shared, shapes=shapes)
     if not on_gpu and recipe.runtime.memory != "selective":
-        only = len(job.modes) == 1 and job.modes[0]
-        recomputes = only in ("recompute", "offload") or "keep" not in job.modes
-        return MemoryManager(job, recomputes, only == "offload", context)
+        asked = job.modes[0] if len(job.modes) == 1 else None
+        return MemoryManager(job, "keep" not in job.modes, asked, context)
     footprint = counted(recipe, family, dtype, settings, shape, on_gpu)
     room = partial(room_bytes, device, settings, steady=recipe.runtime.deterministic) if on_gpu else None
     budget_bytes = room() if room is not None else None  # before the measurement below takes memory
@@ -274,7 +307,8 @@ def rates_here(recipe: Recipe, device: torch.device, dtype: torch.dtype, setting
     if device.type != "cuda" or recipe.runtime.deterministic:
         return Rates()
     try:
-        return measured_rates(device, dtype, pin=settings.pins(recipe.runtime.pin_memory))
+        pin = settings.pins(recipe.runtime.pin_memory)
+        return measured_rates(device, dtype, pin, context_of(settings.attention))
     except RuntimeError as error:
         if out_of_memory(error) is None:
             raise
@@ -301,7 +335,7 @@ def choose_from(
         context.notice(
             f"A step will take {size_text(plan.peak_bytes)} of {size_text(budget_bytes)}: {_text(plan, job)}."
         )
-    return MemoryManager(job, False, False, context, footprint, plan, budget_bytes, rates)
+    return MemoryManager(job, False, None, context, footprint, plan, budget_bytes, rates)
 
 
 def _text(plan: Plan, job: StepRequirements) -> str:
@@ -313,7 +347,7 @@ def apply(
     plan: Plan, family: ModelFamily, model: LoadedModel, transfer: DeviceTransfer, *, pin: bool, again: bool = False
 ) -> Offload | None:
     """Apply a plan to a model. Its weights may already be on the device. For the arguments see ``MemoryManager``."""
-    memory = MemoryManager(StepRequirements(), False, False, plan=plan)
+    memory = MemoryManager(StepRequirements(), False, None, plan=plan)
     model.placement = memory.placement(family, model, transfer, pin)
     memory.apply(family, model, again)
     return memory.offload

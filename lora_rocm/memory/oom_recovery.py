@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lora_rocm.device.allocator import Usage, empty_pools
@@ -25,6 +26,7 @@ class Relief:
         parts: number of parts into which a micro-batch is now split.
         recomputes: whether activations are already recomputed.
         again: returns contexts in which activations are recomputed, or None.
+        least: returns the recomputation that keeps least, or None if nothing of the model is in main memory.
     """
 
     family: PlansMemory
@@ -34,6 +36,7 @@ class Relief:
     recomputes: bool
     context: RunContext
     again: Context | None = None
+    least: Callable[[], Recomputing] | None = None
     _emptied_at: int | None = field(default=None, init=False)  # updates
 
     def take(self, full: MachineError, seen: Usage | None, updates: int) -> str:
@@ -57,6 +60,7 @@ class Relief:
             return f"repeated in up to {min(self.parts, self.batch_size)} parts"
         if not self.recomputes:
             how = None if self.again is None else Recomputing(self.model, together=True, again=self.again)
+            how = how if self.least is None else self.least()
             self.family.recompute_activations(self.model, how)
             self.recomputes = True
             self.context.emit(change_event("checkpointing", "out-of-memory"))

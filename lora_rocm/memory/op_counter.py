@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -20,24 +20,34 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from lora_rocm.device.allocator import PIECE_BYTES
+from lora_rocm.device.kept_attention import OPERATORS
 from lora_rocm.planning.step_plan import SampleCost
 
 
 @dataclass
 class Tally:
-    """Total work so far: floating-point operations, bytes moved, and kernel launches."""
+    """Total work so far (see ``SampleCost``).
+
+    attention: the part of it that forward passes of attention do. attention_bytes: their outputs.
+    """
 
     flops: float = 0.0
     moved_bytes: float = 0.0
     launches: int = 0
+    attention_flops: float = 0.0
+    attention: SampleCost = SampleCost()
+    attention_bytes: int = 0
 
     def minus(self, earlier: SampleCost) -> SampleCost:
-        return SampleCost(
-            self.flops - earlier.flops, self.moved_bytes - earlier.moved_bytes, self.launches - earlier.launches
-        )
+        return difference(self.now(), earlier)
 
     def now(self) -> SampleCost:
-        return SampleCost(self.flops, self.moved_bytes, self.launches)
+        return SampleCost(self.flops, self.moved_bytes, self.launches, self.attention_flops)
+
+
+def difference(one: SampleCost, other: SampleCost) -> SampleCost:
+    """Return the work of ``one`` minus the work of ``other``."""
+    return SampleCost(*(a - b for a, b in zip(astuple(one), astuple(other), strict=True)))
 
 
 class Ledger(TorchDispatchMode):
@@ -49,6 +59,9 @@ class Ledger(TorchDispatchMode):
     def __init__(self, known: Iterator[Tensor]) -> None:
         super().__init__()
         self.live_bytes = self.peak_bytes = 0
+        self._shared_bytes = self._own_peak_bytes = 0
+        self._shared = set[int]()
+        self._latest = (0, 0)  # storage, and the own peak before it
         self.tally = Tally()
         self._sizes: dict[int, int] = {}
         self._alive: dict[int, weakref.ref[Any]] = {}
@@ -60,7 +73,23 @@ class Ledger(TorchDispatchMode):
     def mark(self) -> int:
         """Return the peak since the last mark, and start a new peak at the current bytes."""
         peak, self.peak_bytes = self.peak_bytes, self.live_bytes
+        self._own_peak_bytes = self.live_bytes - self._shared_bytes
         return peak
+
+    @property
+    def shared_peak_bytes(self) -> int:
+        """The part of the peak that does not grow with the number of samples; see ``note_shared``."""
+        return self.peak_bytes - self._own_peak_bytes
+
+    def note_shared(self, tensor: Tensor) -> None:
+        """Count a tensor that was just made as one that all samples share."""
+        key = tensor.untyped_storage()._cdata
+        if key in self._alive and key not in self._shared:
+            self._shared.add(key)
+            self._shared_bytes += self._sizes[key]
+            latest, before = self._latest
+            if latest == key:
+                self._own_peak_bytes = before
 
     def size_of(self, tensor: Tensor) -> int:
         """Bytes that were counted for a tensor's storage; 0 if it is not counted."""
@@ -70,7 +99,12 @@ class Ledger(TorchDispatchMode):
         result = self._result(func, args, kwargs or {})
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         fresh = sum(self._take(tensor) for tensor in tensors)
+        before = self.tally.now()
         self._count(func, args, kwargs or {}, result, fresh > 0 or func._schema.is_mutable)
+        if func in OPERATORS:
+            done = self.tally.minus(before)
+            self.tally.attention = difference(self.tally.attention, difference(SampleCost(), done))
+            self.tally.attention_bytes += fresh
         return result
 
     def _result(self, func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
@@ -114,17 +148,27 @@ class Ledger(TorchDispatchMode):
         self._alive[key] = weakref.ref(storage, partial(self._gone, key))
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self._latest = key, self._own_peak_bytes
+        self._own_peak_bytes = max(self._own_peak_bytes, self.live_bytes - self._shared_bytes)
         return size
 
     def _gone(self, key: int, _: object) -> None:
-        self.live_bytes -= self._sizes.pop(key, 0)
+        size = self._sizes.pop(key, 0)
+        self.live_bytes -= size
+        if key in self._shared:
+            self._shared.discard(key)
+            self._shared_bytes -= size
         self._alive.pop(key, None)
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any, writes: bool) -> None:
         formula = _formula(func)
         if formula is not None:
             inputs = {name: value for name, value in kwargs.items() if name != "out"}
-            self.tally.flops += formula(*args, **inputs, out_val=result)
+            flops = formula(*args, **inputs, out_val=result)
+            if "_attention" in func._overloadpacket.__name__:
+                self.tally.attention_flops += flops
+            else:
+                self.tally.flops += flops
             self.tally.launches += 1
         elif writes:  # else it is a view
             tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]

@@ -1,4 +1,6 @@
-"""Recognises an adapter file: its kind, and its model family by the names and widths of modules (``recognise_adapter.toml``).
+"""Recognises an adapter file: its kind, and its model family by the names and widths of modules.
+
+The marks are in ``recognise_adapter.toml``.
 
 It knows the names that kohya-ss/sd-scripts, musubi-tuner, diffusers, ai-toolkit and ComfyUI write (sources:
 ``comfy/lora.py``, ``comfy/lora_convert.py``). Dots and underscores are treated as equal.
@@ -156,7 +158,7 @@ def _plain(name: str) -> str:
 
 
 def _widths(shapes: Shapes) -> dict[str, dict[str, int]]:
-    """Return "inputs" or "outputs" -> module name (as ``_plain`` returns it) -> width."""
+    """Return the widths of modules, keyed by "inputs" or "outputs" and then by module name (see ``_plain``)."""
     widths: dict[str, dict[str, int]] = {"inputs": {}, "outputs": {}}
     for name, shape in islice(shapes.items(), SAMPLED):
         factor = FACTOR.search(name)

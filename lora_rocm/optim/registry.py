@@ -1,4 +1,7 @@
-"""Maps each optimizer of a recipe to its update rule."""
+"""Maps each optimizer of a recipe to its update rule.
+
+A new optimizer also needs its section in ``recipe.optim_sections.SECTIONS``.
+"""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def learning_rate_factor(optim: OptimSection, updates: int, max_train_steps: int
     """Return the factor (0 to 1) of the peak learning rate for the update that follows ``updates`` updates."""
     warmup = optim.warmup_steps(max_train_steps)
     if updates < warmup:
-        return (updates + 1) / (warmup + 1)
+        return updates / warmup if optim.lr_warmup_from_zero else (updates + 1) / (warmup + 1)
     progress = min(1.0, (updates - warmup) / max(1, max_train_steps - warmup))
     if optim.lr_cosine_steps is not None:
         progress = (updates - warmup) / optim.lr_cosine_steps  # half a wave

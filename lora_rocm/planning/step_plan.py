@@ -4,23 +4,28 @@ The input (``Footprint``) is counted for one sample on a model without weights; 
 activations grow with the number of samples computed at once.
 
 Modes, from most memory to most time: *keep* keeps all activations. *selective* recomputes the activations of some
-blocks in the backward pass, *recompute* the activations of all blocks (arXiv 1604.06174). *offload* also recomputes
-all, and
-keeps the blocks' frozen weights in main memory. Each micro-batch can also be split into parts (arXiv 1811.06965).
+blocks in the backward pass, *recompute* the activations of all blocks (arXiv 1604.06174). *attention* recomputes all,
+but for the output of attention. *inputs* recomputes all, and keeps the blocks' inputs in main memory; *offload* keeps
+the blocks' frozen weights there. A recomputed block of *selective* and *inputs* may keep its attention's output, and
+inputs may move in *selective* and *offload* too. Each micro-batch can also be split into parts (arXiv 1811.06965).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
-Mode = Literal["keep", "selective", "recompute", "offload"]
+Mode = Literal["keep", "selective", "attention", "recompute", "inputs", "offload"]
 MODES: tuple[Mode, ...] = get_args(Mode)
+OWN_MEMORY: tuple[Mode, ...] = ("inputs", "offload")
+"""Modes that use main memory, so they are useless where a GPU shares it."""
 MIB = 2**20
 
 SLOTS = 2
 """Number of offloaded blocks with space on the GPU: the block in use, and the next one, which is being fetched."""
+IN_FLIGHT = 2
+"""Number of block inputs on the GPU in the forward pass that are being copied to main memory."""
 WORKSPACE_BYTES = 64 * MIB
 """Memory of the matrix libraries' workspaces, which stay allocated after the first call.
 
@@ -46,11 +51,15 @@ CONTEXT_BYTES = 512 * MIB
 
 @dataclass(frozen=True)
 class SampleCost:
-    """Work of one sample: FLOPs of products and convolutions, bytes moved by other operations, kernel launches."""
+    """Work of one sample.
+
+    FLOPs of products and convolutions, bytes moved by other operations, kernel launches, and FLOPs of attention.
+    """
 
     flops: float = 0.0
     moved_bytes: float = 0.0
     launches: int = 0
+    attention_flops: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -58,13 +67,22 @@ class Block:
     """One block of the model, and its memory for one sample in bytes.
 
     Attributes:
-        weight_bytes: frozen weights.
+        weight_bytes: frozen weights, which do not depend on the samples; nor do the next two.
+        dense_bytes: packed weights once they are unpacked.
+        unpacking_bytes: bytes read and written to unpack them.
         kept_bytes: activations that recomputation would free. The block's inputs are not among them.
         start_bytes: memory in use when the block's forward pass begins.
         rise_bytes: rise of the memory above ``start_bytes`` in the forward pass, up to the last saved tensor.
         passing_bytes: rise of the memory above ``start_bytes`` in a forward pass that saves nothing.
         entry_bytes: memory in use when the backward pass reaches the block, with all activations kept.
         forward: work of recomputing the block.
+        attention_bytes: outputs of attention, part of ``kept_bytes``.
+        attention: work of these outputs, part of ``forward``.
+        input_bytes: inputs that only the block's recomputation needs.
+        again_bytes: rise of the memory from the begin of the recomputation to the end of the backward pass; 0 if it was
+            not counted, which is then estimated by ``rise_bytes``.
+        passing_shared_bytes, again_shared_bytes: the parts of ``passing_bytes`` and of the estimated backward pass that
+            all samples share. They do not grow with the number of samples.
     """
 
     name: str
@@ -75,6 +93,14 @@ class Block:
     passing_bytes: int
     entry_bytes: int
     forward: SampleCost
+    attention_bytes: int = 0
+    attention: SampleCost = SampleCost()
+    input_bytes: int = 0
+    dense_bytes: int = 0
+    unpacking_bytes: int = 0
+    again_bytes: int = 0
+    passing_shared_bytes: int = 0
+    again_shared_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,11 +109,13 @@ class MemoryPeak:
 
     before: number of blocks that come before this part; their kept activations are in memory.
     within: whether this part is in the forward pass of the next block.
+    shared_bytes: part of ``num_bytes`` that all samples share, so that it does not grow with their number.
     """
 
     before: int
     num_bytes: int
     within: bool = False
+    shared_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,7 +136,7 @@ class Footprint:
         shape: shape of these samples, as text.
         cost: cost of one sample. Activations and work are proportional to it.
         weight_bytes: frozen weights, all on the GPU unless blocks are offloaded.
-        adapter_bytes: trained weights, and the gradients of a pass, moments and average.
+        adapter_bytes: trained weights with their gradients, moments and average.
         gradient_bytes: buffer that accumulates gradients. Unless kept, it is allocated after activations are freed.
         landing_bytes: staging buffer of the gradients, also allocated after activations are freed.
         blocks: the repeated blocks in forward order.
@@ -121,6 +149,7 @@ class Footprint:
         optimizer_bytes: the optimizer's state, with the recipe's adapter. It is part of ``adapter_bytes``.
         smaller: the adapter with reduced settings, the smallest change first.
         kernels: names of the Triton kernels that a step launches (``kernels.backend.launches``).
+        recomputed_shared_bytes: part of ``recomputed_bytes`` that all samples share.
     """
 
     shape: str
@@ -138,13 +167,15 @@ class Footprint:
     optimizer_bytes: int = 0
     smaller: tuple[SmallerAdapter, ...] = ()
     kernels: tuple[str, ...] = ()
+    recomputed_shared_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Footprint:
-        blocks = tuple(Block(**{**block, "forward": SampleCost(**block["forward"])}) for block in value["blocks"])
+        costs = ("forward", "attention")
+        blocks = tuple(Block(**{**each, **{key: SampleCost(**each[key]) for key in costs}}) for each in value["blocks"])
         moments = tuple(MemoryPeak(**moment) for moment in value["moments"])
         smaller = tuple(SmallerAdapter(**each) for each in value["smaller"])
         work = SampleCost(**value["work"])
@@ -154,7 +185,7 @@ class Footprint:
         return cls(**{**value, **parts, "kernels": kernels})
 
     def with_adapter(self, smaller: SmallerAdapter) -> Footprint:
-        """Return the footprint with another adapter. Its activations are so few that they are not changed."""
+        """Return the footprint with another adapter. An adapter has so few activations that they are not adjusted."""
         return replace(
             self,
             adapter_bytes=smaller.adapter_bytes,
@@ -176,10 +207,23 @@ class Footprint:
                 rise_bytes=int(block.rise_bytes * share),
                 entry_bytes=int(block.entry_bytes * share),
                 forward=_scaled(block.forward, share),
+                attention_bytes=int(block.attention_bytes * share),
+                attention=_scaled(block.attention, share),
+                input_bytes=int(block.input_bytes * share),
+                again_bytes=int(block.again_bytes * share),
+                passing_shared_bytes=int(block.passing_shared_bytes * min(1, share)),
+                again_shared_bytes=int(block.again_shared_bytes * min(1, share)),
             )
             for block in self.blocks
         )
-        moments = tuple(replace(moment, num_bytes=int(moment.num_bytes * share)) for moment in self.moments)
+        moments = tuple(
+            replace(
+                moment,
+                num_bytes=int(moment.num_bytes * share),
+                shared_bytes=int(moment.shared_bytes * min(1, share)),
+            )
+            for moment in self.moments
+        )
         recomputed_bytes = None if self.recomputed_bytes is None else int(self.recomputed_bytes * share)
         work = _scaled(self.work, share)
         return replace(
@@ -189,6 +233,7 @@ class Footprint:
             moments=moments,
             work=work,
             recomputed_bytes=recomputed_bytes,
+            recomputed_shared_bytes=int(self.recomputed_shared_bytes * min(1, share)),
         )
 
 
@@ -196,6 +241,7 @@ class Footprint:
 class Rates:
     """Rates of a machine, per second.
 
+    attention_flops: of attention. bus_bytes, back_bytes: of copies from and to main memory.
     launch_s: minimum time of a kernel launch on the device.
     host_launch_s: time of a launch on the host, if it is not captured.
     known: whether the rates were measured on this machine. If not, only ratios of times are meaningful.
@@ -204,6 +250,8 @@ class Rates:
     flops: float = 100e12
     moved_bytes: float = 900e9
     bus_bytes: float = 12e9
+    back_bytes: float = 12e9
+    attention_flops: float = 60e12
     launch_s: float = 4e-6
     host_launch_s: float = 30e-6
     known: bool = False
@@ -222,7 +270,9 @@ class StepRequirements:
         shapes: number of sample shapes. The first pass of a new shape is not captured, and needs memory in addition to
             the captured passes.
         correction: ratio of measured to counted activations.
-        all_offloaded: whether every block is offloaded, and not as few as possible.
+        all_offloaded: whether every block is offloaded, instead of as few as possible.
+        keeps_attention: whether recomputed blocks may keep the output of their attention.
+        unpacks_once: whether the unpacked weights of a recomputed block may stay until its backward pass is over.
     """
 
     batch_size: int = 1
@@ -233,6 +283,27 @@ class StepRequirements:
     shapes: int = 1
     correction: float = 1.0
     all_offloaded: bool = False
+    keeps_attention: bool = True
+    unpacks_once: bool = True
+
+
+@dataclass(frozen=True)
+class StepChoice:
+    """The recomputed blocks of a step, and the data in main memory.
+
+    Attributes:
+        recomputed: recomputed blocks, as indices into ``Footprint.blocks``.
+        offloaded: blocks with weights in main memory. They are recomputed.
+        attention: recomputed blocks that keep the output of their attention.
+        offloads_inputs: whether the inputs of recomputed blocks are in main memory.
+        unpacks_once: whether packed weights of a block are unpacked once for its recomputation and backward pass.
+    """
+
+    recomputed: tuple[int, ...] = ()
+    offloaded: tuple[int, ...] = ()
+    attention: tuple[int, ...] = ()
+    offloads_inputs: bool = False
+    unpacks_once: bool = False
 
 
 @dataclass(frozen=True)
@@ -240,7 +311,7 @@ class Plan:
     """A plan for computing a step.
 
     Attributes:
-        mode: keep, selective, recompute or offload.
+        mode: keep, selective, attention, recompute, inputs or offload.
         parts: number of parts into which a micro-batch is split.
         rows: samples computed at once.
         recomputed, offloaded: indices into ``Footprint.blocks``.
@@ -249,6 +320,9 @@ class Plan:
         step_s: estimated time of a step.
         graphs: whether passes are captured as graphs.
         keeps_gradients: whether the gradient buffer stays allocated during the passes of a step.
+        attention: recomputed blocks that keep the output of their attention, as indices.
+        offloads_inputs: whether the inputs of recomputed blocks are in main memory.
+        unpacks_once: whether packed weights are unpacked once for a block's recomputation and backward pass.
     """
 
     mode: Mode
@@ -261,108 +335,45 @@ class Plan:
     step_s: float
     graphs: bool = False
     keeps_gradients: bool = False
+    attention: tuple[int, ...] = ()
+    offloads_inputs: bool = False
+    unpacks_once: bool = False
+
+    @property
+    def choice(self) -> StepChoice:
+        """The recomputed blocks, and the data in main memory."""
+        return StepChoice(self.recomputed, self.offloaded, self.attention, self.offloads_inputs, self.unpacks_once)
+
+    def same(self, other: Plan) -> bool:
+        """Whether the plans differ in nothing but their estimates."""
+        return (self.parts, self.choice, self.graphs) == (other.parts, other.choice, other.graphs)
 
 
-def choose(budget_bytes: int | None, footprint: Footprint, job: StepRequirements, rates: Rates) -> Plan | None:
-    """Return the fastest plan within the budget, or None if no plan fits.
-
-    ``budget_bytes``: the available memory, or None for no limit.
-    """
-    limit = float("inf") if budget_bytes is None else budget_bytes
-    fitting = [
-        plan
-        for parts in parts_of(job)
-        for mode in job.modes
-        if (plan := fit(limit, mode, parts, footprint, job, rates)) is not None
-    ]
-    return min(fitting, key=lambda plan: (plan.step_s, plan.needed_bytes), default=None)
-
-
-def smallest(footprint: Footprint, job: StepRequirements, rates: Rates) -> Plan:
-    """Return the plan that needs the least memory."""
-    ways = [(mode, parts, way) for parts in parts_of(job) for mode in job.modes for way in _captured_or_not(job)]
-    plans = (plan for mode, parts, way in ways for plan in plans_of(mode, parts, footprint, way, rates))
-    return min(plans, key=lambda plan: (plan.needed_bytes, plan.step_s))
-
-
-def table(budget_bytes: int | None, footprint: Footprint, job: StepRequirements, rates: Rates) -> list[Plan]:
-    """Return, for each number of parts and each mode, the fastest plan that fits, or else the smallest plan."""
-    limit = float("inf") if budget_bytes is None else budget_bytes
-    return [
-        fit(limit, mode, parts, footprint, job, rates)
-        or min(
-            (plan for way in _captured_or_not(job) for plan in plans_of(mode, parts, footprint, way, rates)),
-            key=lambda plan: plan.needed_bytes,
-        )
-        for parts in parts_of(job)
-        for mode in job.modes
-    ]
-
-
-def parts_of(job: StepRequirements) -> list[int]:
-    """Return the numbers of parts to try: ``min_parts``, doubled up to the batch size."""
-    found = [job.min_parts]
-    while found[-1] < job.batch_size:
-        found.append(min(found[-1] * 2, job.batch_size))
-    return found
-
-
-def fit(limit: float, mode: Mode, parts: int, footprint: Footprint, job: StepRequirements, rates: Rates) -> Plan | None:
-    """Return the fastest plan of a mode that needs at most ``limit`` bytes, or None if none fits."""
-    found = []
-    for way in _captured_or_not(job):
-        variants = plans_of(mode, parts, footprint, way, rates)
-        found.append(next((plan for plan in variants if plan.needed_bytes <= limit), None))
-    return min((plan for plan in found if plan is not None), key=lambda plan: plan.step_s, default=None)
-
-
-def _captured_or_not(job: StepRequirements) -> tuple[StepRequirements, ...]:
-    return (job, replace(job, graphs=False)) if job.graphs else (job,)
-
-
-def plans_of(mode: Mode, parts: int, footprint: Footprint, job: StepRequirements, rates: Rates) -> Iterator[Plan]:
-    """Yield the plans of a mode, the fastest first. Each recomputes or offloads more blocks than the one before."""
-    every = tuple(range(len(footprint.blocks)))
-    variants: Iterator[tuple[Sequence[int], Sequence[int]]]
-    if mode == "keep":
-        variants = iter([((), ())])
-    elif mode == "selective":
-        order = by_worth(footprint, rates)
-        variants = ((order[:count], ()) for count in range(1, max(2, len(order))))
-    elif mode == "recompute":
-        variants = iter([(every, ())])
-    else:
-        fewest = len(every) if job.all_offloaded else 1
-        variants = ((every, spread(count, len(every))) for count in range(fewest, len(every) + 1))
-    for recomputed, offloaded in variants:
-        yield planned(mode, parts, recomputed, offloaded, footprint, job, rates)
+def without_main_memory(modes: Sequence[Mode]) -> tuple[Mode, ...]:
+    """Return the modes that do not use main memory."""
+    return tuple(mode for mode in modes if mode not in OWN_MEMORY)
 
 
 def planned(
-    mode: Mode,
-    parts: int,
-    recomputed: Sequence[int],
-    offloaded: Sequence[int],
-    footprint: Footprint,
-    job: StepRequirements,
-    rates: Rates,
+    mode: Mode, parts: int, choice: StepChoice, footprint: Footprint, job: StepRequirements, rates: Rates
 ) -> Plan:
     """Return the plan with these settings, with its estimated memory and time."""
     rows = -(-job.batch_size // parts)
-    activations = int(rows * activation_bytes(footprint, recomputed, offloaded) * job.correction)
+    activations = int(activation_bytes(footprint, *_parts_of(choice), rows=rows) * job.correction)
     several = parts * job.accumulation > 1
     keeps = several or job.graphs
     stays, comes = footprint.gradient_bytes * keeps, footprint.gradient_bytes * (not keeps) + footprint.landing_bytes
-    peak = resident_bytes(footprint, offloaded) + stays + max(comes, activations)
+    passing = activations + unpacked_bytes(footprint, choice)
+    peak = resident_bytes(footprint, choice.offloaded) + stays + max(comes, passing)
     needed = peak + SLACK_BYTES + int(SLACK_SHARE * activations)
-    if recomputed:
-        needed += int(SLACK_RECOMPUTED * rows * job.correction * _passing_bytes(footprint, recomputed, offloaded))
+    if choice.recomputed:
+        needed += int(SLACK_RECOMPUTED * job.correction * _passing_bytes(footprint, choice, rows))
     if job.graphs:
         proof = (PROOF_BUFFERS + SUM_BUFFERS * several) * footprint.gradient_bytes
-        peak, needed = peak + proof, needed + proof + GRAPH_BYTES + (activations if job.shapes > 1 else 0)
-    seconds = step_seconds(parts, recomputed, offloaded, footprint, job, rates)
-    blocks = (tuple(sorted(recomputed)), tuple(sorted(offloaded)))
-    return Plan(mode, parts, rows, *blocks, peak, needed, seconds, job.graphs, keeps)
+        peak, needed = peak + proof, needed + proof + GRAPH_BYTES + (passing if job.shapes > 1 else 0)
+    taken = step_seconds(parts, choice, footprint, job, rates)
+    blocks, rest = (choice.recomputed, choice.offloaded), (choice.attention, choice.offloads_inputs)
+    return Plan(mode, parts, rows, *blocks, peak, needed, taken, job.graphs, keeps, *rest, choice.unpacks_once)
 
 
 def correction(plan: Plan, peak_bytes: int, footprint: Footprint, before: float = 1.0) -> float:
@@ -375,8 +386,8 @@ def correction(plan: Plan, peak_bytes: int, footprint: Footprint, before: float 
         before: the previous ratio. It is returned if the peak occurred while gradients were gathered, because such a
             peak does not depend on activations.
     """
-    counted = plan.rows * activation_bytes(footprint, plan.recomputed, plan.offloaded)
-    resident = resident_bytes(footprint, plan.offloaded)
+    counted = activation_bytes(footprint, *_parts_of(plan.choice), rows=plan.rows)
+    resident = resident_bytes(footprint, plan.offloaded) + unpacked_bytes(footprint, plan.choice)
     if peak_bytes <= resident + footprint.gradient_bytes + footprint.landing_bytes:
         return before
     stays = footprint.gradient_bytes * plan.keeps_gradients
@@ -390,89 +401,118 @@ def resident_bytes(footprint: Footprint, offloaded: Sequence[int]) -> int:
     return weights + footprint.adapter_bytes + WORKSPACE_BYTES
 
 
-def activation_bytes(footprint: Footprint, recomputed: Sequence[int], offloaded: Sequence[int] = ()) -> int:
-    """Return the peak activations of one sample if the ``recomputed`` blocks do not keep their activations.
+def unpacked_bytes(footprint: Footprint, choice: StepChoice) -> int:
+    """Return the memory of the dense weights that wait for a block's backward pass, which do not depend on samples."""
+    if not choice.unpacks_once:
+        return 0
+    return max((footprint.blocks[index].dense_bytes for index in choice.recomputed), default=0)
+
+
+def activation_bytes(
+    footprint: Footprint,
+    recomputed: Sequence[int],
+    offloaded: Sequence[int] = (),
+    attention: Sequence[int] = (),
+    offloads_inputs: bool = False,
+    *,
+    rows: int = 1,
+) -> int:
+    """Return the peak activations of ``rows`` samples if the ``recomputed`` blocks do not keep their activations.
 
     A recomputed block's kept bytes are in memory only from its own backward pass on. Its recomputation then adds the
-    memory of its forward pass.
+    memory of its forward pass. Blocks of ``attention`` keep their attention's output, which recomputation uses. With
+    ``offloads_inputs`` a recomputed block's inputs are not in memory either, except for inputs in transit and the slots
+    to which they come back.
     """
-    chosen = set(recomputed)
-    if footprint.recomputed_bytes is not None and len(chosen) == len(footprint.blocks) and not offloaded:
-        return footprint.recomputed_bytes
+    chosen, keeping = set(recomputed), set(attention)
+    plain = not offloaded and not keeping and not offloads_inputs
+    if footprint.recomputed_bytes is not None and len(chosen) == len(footprint.blocks) and plain:
+        return _of_rows(footprint.recomputed_bytes, footprint.recomputed_shared_bytes, rows)
+    moved = [footprint.blocks[index].input_bytes for index in chosen] if offloads_inputs else []
+    on_the_way = (SLOTS + IN_FLIGHT - 1) * max(moved, default=0)
     missing = [0]  # at index: bytes that the blocks before it do not keep
     for index, block in enumerate(footprint.blocks):
-        missing.append(missing[-1] + (block.kept_bytes if index in chosen else 0))
+        given_up = block.kept_bytes - (block.attention_bytes if index in keeping else 0)
+        given_up += block.input_bytes if offloads_inputs else 0
+        missing.append(missing[-1] + (given_up if index in chosen else 0))
     levels = [
-        moment.num_bytes - missing[moment.before]
+        _of_rows(moment.num_bytes - missing[moment.before], moment.shared_bytes, rows)
         for moment in footprint.moments
         if not (moment.within and moment.before in chosen)
     ]
     for index in chosen:
         block = footprint.blocks[index]
-        levels.append(block.start_bytes + block.passing_bytes - missing[index])
+        level = block.start_bytes + block.passing_bytes - missing[index]
+        levels.append(_of_rows(level, block.passing_shared_bytes, rows))
         if block.entry_bytes:  # else no gradient passes through it
-            levels.append(block.entry_bytes - block.kept_bytes - missing[index] + block.rise_bytes)
-    return max(levels, default=0)
+            own = block.input_bytes if offloads_inputs else 0  # is in a slot
+            rise_bytes = block.again_bytes or block.rise_bytes
+            level = block.entry_bytes - block.kept_bytes - own - missing[index] + rise_bytes
+            levels.append(_of_rows(level, block.again_shared_bytes, rows))
+    return rows * on_the_way + max(levels, default=0)
 
 
-def _passing_bytes(footprint: Footprint, recomputed: Sequence[int], offloaded: Sequence[int]) -> float:
-    """Return one sample's activations in a fully recomputed pass, times the share of recomputed blocks.
+def _of_rows(level_bytes: int, shared_bytes: int, rows: int) -> int:
+    """Return the memory of several samples, from the memory of one and the part of it that all samples share."""
+    return rows * level_bytes - (rows - 1) * shared_bytes
 
-    Several blocks are recomputed together only if all blocks are recomputed.
+
+def _parts_of(choice: StepChoice) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool]:
+    return choice.recomputed, choice.offloaded, choice.attention, choice.offloads_inputs
+
+
+def _passing_bytes(footprint: Footprint, choice: StepChoice, rows: int) -> float:
+    """Return the activations of ``rows`` samples in a fully recomputed pass, times the share of recomputed blocks.
+
+    Several blocks are recomputed together only if all blocks are recomputed, and nothing else is chosen.
     """
     every = range(len(footprint.blocks))
-    if offloaded or len(recomputed) < len(every):
+    rest = (choice.offloaded, choice.attention, choice.offloads_inputs)
+    if any(rest) or len(choice.recomputed) < len(every):
         footprint = replace(footprint, recomputed_bytes=None)
-    return activation_bytes(footprint, every) * len(recomputed) / len(every)
+    passing = activation_bytes(footprint, every, (), (), choice.offloads_inputs, rows=rows)
+    return passing * len(choice.recomputed) / len(every)
 
 
-def by_worth(footprint: Footprint, rates: Rates) -> list[int]:
-    """Return the indices of blocks with kept activations, the most bytes freed per second of recomputation first."""
-    blocks = footprint.blocks
-    kept = [index for index, block in enumerate(blocks) if block.kept_bytes > 0]
-    return sorted(
-        kept, key=lambda index: -blocks[index].kept_bytes / max(1e-12, _seconds(blocks[index].forward, 1, 1, rates))
-    )
-
-
-def spread(count: int, total: int) -> list[int]:
-    """Return ``count`` of ``total`` block indices, evenly spread, so that other blocks compute between two fetches.
-
-    A larger choice includes every smaller one.
-    """
-    bits = max(1, (total - 1).bit_length())
-    order = sorted(range(total), key=lambda index: int(f"{index:0{bits}b}"[::-1], 2))
-    return sorted(order[:count])
-
-
-def step_seconds(
-    parts: int,
-    recomputed: Sequence[int],
-    offloaded: Sequence[int],
-    footprint: Footprint,
-    job: StepRequirements,
-    rates: Rates,
-) -> float:
+def step_seconds(parts: int, choice: StepChoice, footprint: Footprint, job: StepRequirements, rates: Rates) -> float:
     """Return the estimated time of a step.
 
-    Matrix products count by FLOPs, all other work by bytes moved, and each launch has a minimum time. Copies overlap
-    with computation, so only the longer of the two counts. Each offloaded block is fetched twice, in the forward and in
-    the backward pass.
+    Matrix products and attention count by FLOPs, all other work by bytes moved, and each launch has a minimum time.
+    Copies overlap with the computation of the same pass, so only the longer of the two counts. Each offloaded block is
+    fetched twice, in the forward and in the backward pass. Inputs leave in the forward pass and come back in the
+    backward pass. The fingerprint of each copy is computed on the GPU.
     """
-    samples = job.batch_size
-    total = _seconds(footprint.work, samples, parts, rates)
-    total += sum(_seconds(footprint.blocks[index].forward, samples, parts, rates) for index in recomputed)
+    samples, blocks = job.batch_size, footprint.blocks
+    again = [blocks[index] for index in choice.recomputed]
+    kept = [blocks[index] for index in choice.attention]
+    # computation
+    total = seconds(footprint.work, samples, parts, rates)
+    total += sum(seconds(block.forward, samples, parts, rates) for block in again)
+    total -= sum(seconds(block.attention, samples, parts, rates) for block in kept)
+    unpacked = 2 * sum(block.unpacking_bytes for block in blocks) + sum(block.unpacking_bytes for block in again)
+    total -= (samples - parts) * unpacked / rates.moved_bytes  # once for all samples of a part
+    if choice.unpacks_once:
+        total -= parts * sum(block.unpacking_bytes for block in again) / rates.moved_bytes
+    moved = samples * sum(block.input_bytes for block in again) if choice.offloads_inputs else 0
+    fetched = parts * sum(blocks[index].weight_bytes for index in choice.offloaded)
+    total += 2 * (moved + fetched) / rates.moved_bytes
     if not job.graphs:  # else the host launches one graph per pass
-        launches = footprint.work.launches + sum(footprint.blocks[index].forward.launches for index in recomputed)
+        launches = footprint.work.launches + sum(block.forward.launches for block in again)
+        launches -= sum(block.attention.launches for block in kept)
         total = max(total, parts * launches * rates.host_launch_s)
-    fetched = 2 * parts * sum(footprint.blocks[index].weight_bytes for index in offloaded)
-    return job.accumulation * max(total, fetched / rates.bus_bytes)
+    # copies at the same time
+    forward = min(total, sum(seconds(block.forward, samples, parts, rates) for block in blocks))
+    there = max(forward, fetched / rates.bus_bytes, moved / rates.back_bytes)
+    back = max(total - forward, (fetched + moved) / rates.bus_bytes)
+    return job.accumulation * (there + back)
 
 
-def _seconds(work: SampleCost, samples: int, parts: int, rates: Rates) -> float:
-    computing = work.flops / rates.flops + work.moved_bytes / rates.moved_bytes
+def seconds(work: SampleCost, samples: int, parts: int, rates: Rates) -> float:
+    """Return the time of a work per sample, for samples that are computed in parts."""
+    computing = work.flops / rates.flops + work.attention_flops / rates.attention_flops
+    computing += work.moved_bytes / rates.moved_bytes
     return samples * computing + parts * work.launches * rates.launch_s
 
 
 def _scaled(work: SampleCost, share: float) -> SampleCost:
-    return SampleCost(work.flops * share, work.moved_bytes * share, work.launches)
+    return SampleCost(work.flops * share, work.moved_bytes * share, work.launches, work.attention_flops * share)

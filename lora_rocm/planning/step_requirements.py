@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from lora_rocm.errors import UserError
 from lora_rocm.foundation.units import count_text, size_text
 from lora_rocm.hardware.settings import Settings
+from lora_rocm.planning.step_choice import choose, smallest
 from lora_rocm.planning.step_plan import (
     MODES,
     Footprint,
@@ -16,12 +17,16 @@ from lora_rocm.planning.step_plan import (
     Rates,
     SmallerAdapter,
     StepRequirements,
-    choose,
-    smallest,
+    without_main_memory,
 )
 from lora_rocm.recipe.schema import Recipe
 
-AT_LEAST_RECOMPUTED: tuple[Mode, ...] = ("recompute", "offload")
+RECOMPUTED: tuple[Mode, ...] = ("attention", "recompute", "inputs", "offload")
+"""Modes that recompute all blocks."""
+LEAST: tuple[Mode, ...] = ("recompute", "inputs", "offload")
+"""Modes that recompute all of all blocks. Only these are left once memory has run out."""
+UNKEPT_ATTENTION = ("math", "flash", "aiter")
+"""Settings of attention with an output that is always recomputed. Plain attention's backward pass needs all scores."""
 COMPILES = ("regional", "full")  # of runtime.compile: compiled code cannot follow weights that move
 ADAPTER = ("adapter_bytes", "gradient_bytes", "landing_bytes")  # the adapter's part of a footprint
 SMALLEST_RESOLUTION = 256
@@ -54,33 +59,46 @@ def job_of(
         shapes: number of sample shapes, or None if unknown. It is then taken as 2 with buckets, else as 1.
     """
     wanted, train = recipe.runtime.memory, recipe.train
-    recomputes = train.gradient_checkpointing or settings.checkpointing
-    eager_modes = _allowed(MODES if can_offload else MODES[:-1], recomputes)
-    auto_modes = _allowed(MODES[:-1], recomputes) if recipe.runtime.compile in COMPILES else eager_modes
+    at_least = LEAST if settings.checkpointing else RECOMPUTED if train.gradient_checkpointing else MODES
+    compiles = recipe.runtime.compile in COMPILES
+    if wanted == "inputs" and not can_offload:
+        raise UserError(
+            "inputs-share-memory",
+            "This GPU shares its memory with the processor, so moving the inputs of blocks there would free nothing.",
+            where="runtime.memory: inputs",
+            fix="Set runtime.memory to auto.",
+        )
+    keeps_attention = not compiles and not settings.checkpointing and settings.attention not in UNKEPT_ATTENTION
+    eager_modes = _allowed(MODES if can_offload else without_main_memory(MODES), at_least)
+    compiled_modes = tuple(mode for mode in without_main_memory(MODES) if mode != "attention")
+    auto_modes = _allowed(compiled_modes, at_least) if compiles else eager_modes
     return RecipeJob(
         batch_size=train.batch_size,
         accumulation=train.gradient_accumulation_steps,
-        modes=auto_modes if wanted == "auto" else _allowed((wanted,), recomputes),
+        modes=auto_modes if wanted == "auto" else _allowed((wanted,), at_least),
         min_parts=min(settings.micro_batch_parts, train.batch_size),
         graphs=on_gpu and recipe.runtime.graphs == "auto" and settings.graphs and not recipe.lora.dropout,
         shapes=shapes or (2 if recipe.data.enable_bucket else 1),
         all_offloaded=wanted == "offload",
+        keeps_attention=keeps_attention,
+        unpacks_once=not compiles and not settings.checkpointing,
         auto_modes=auto_modes,
         eager_modes=eager_modes,
     )
 
 
-def _allowed(modes: tuple[Mode, ...], recomputes: bool) -> tuple[Mode, ...]:
-    """Return the modes that recompute enough. ``recomputes``: whether all blocks have to be recomputed."""
-    if not recomputes:
-        return modes
-    return tuple(mode for mode in modes if mode in AT_LEAST_RECOMPUTED) or ("recompute",)
+def _allowed(modes: tuple[Mode, ...], at_least: tuple[Mode, ...]) -> tuple[Mode, ...]:
+    """Return the modes that recompute enough, or else the mode that recomputes all."""
+    return tuple(mode for mode in modes if mode in at_least) or ("recompute",)
 
 
 def does_not_fit(
     recipe: Recipe, footprint: Footprint, job: StepRequirements, rates: Rates, budget_bytes: int
 ) -> UserError:
-    """Return the error for a recipe for which no plan fits. Its fix is the smallest change with which one would fit."""
+    """Return the error for a recipe for which no plan fits.
+
+    Its fix names the smallest change of the recipe with which a plan fits.
+    """
     least = smallest(footprint, job, rates)
     return UserError(
         "does-not-fit",
@@ -183,7 +201,9 @@ def _resolution_key(recipe: Recipe) -> str:
 def plan_text(chosen: Plan) -> str:
     """Return a plan as text, such as "selective (12 blocks recomputed), 2 samples at once"."""
     count = len(chosen.recomputed)
-    more = f", {len(chosen.offloaded)} of them offloaded" if chosen.offloaded else ""
+    more = f", {len(chosen.attention)} of them without attention" if chosen.attention else ""
+    more += ", their inputs in main memory" if chosen.offloads_inputs else ""
+    more += f", {len(chosen.offloaded)} of them offloaded" if chosen.offloaded else ""
     blocks = f" ({count_text(count, 'block')} recomputed{more})" if count else ""
     samples = count_text(chosen.rows, "sample")
     return f"{chosen.mode}{blocks}, {samples} at once{', captured' if chosen.graphs else ''}"

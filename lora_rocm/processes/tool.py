@@ -155,7 +155,7 @@ class Tool:
     def send(self, request: object) -> None:
         """Write a request (``Child.requests``) to the child's standard input.
 
-        If the child has ended, nothing happens here; ``heard`` then raises the error.
+        If the child has ended, nothing happens, and ``heard`` raises the error later.
         """
         assert self.child.stdin is not None
         with contextlib.suppress(BrokenPipeError, OSError):  # Windows has OSError for a closed pipe

@@ -1,4 +1,4 @@
-"""``lora.rank: auto``: rank and alpha of the file that training starts from."""
+"""Resolves ``lora.rank: auto`` to the rank and alpha of the file with which training starts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from lora_rocm.model_files.adapter_sizes import alphas_of, ranks_of
 from lora_rocm.model_files.header import read_header
 
 AUTO = "auto"
+KEYS = ("lora.rank",)
+"""The key that all problems here are about."""
 
 
 def resolve_rank(data: dict[str, Any], where: Callable[[tuple[str, ...]], str]) -> list[Problem]:
@@ -33,7 +35,8 @@ def resolve_rank(data: dict[str, Any], where: Callable[[tuple[str, ...]], str]) 
     place, file, given = where(("lora", "rank")), lora.get("init_from"), "Give lora.rank as a number."
     del lora["rank"]  # if there is a problem, it stays the only one
     if not isinstance(file, str):
-        return [Problem(place, "auto takes the rank from the file of lora.init_from, which is not set", given)]
+        what = "auto takes the rank from the file of lora.init_from, which is not set"
+        return [Problem(place, what, given, keys=KEYS)]
     # read ranks and alphas from the file
     path = Path(file).expanduser()
     try:
@@ -45,9 +48,9 @@ def resolve_rank(data: dict[str, Any], where: Callable[[tuple[str, ...]], str]) 
             for name, alpha in alphas_of(header, of_ranks=True).items()
         }
     except (ModelError, OSError) as error:
-        return [Problem(place, f"auto takes the rank from {file}, which cannot be read: {error}", given)]
+        return [Problem(place, f"auto takes the rank from {file}, which cannot be read: {error}", given, keys=KEYS)]
     if not ranks:
-        return [Problem(place, f"auto takes the rank from {file}, but no module in it has a rank", given)]
+        return [Problem(place, f"auto takes the rank from {file}, but no module in it has a rank", given, keys=KEYS)]
     # set rank and alpha
     lora["rank"] = max(ranks)
     if lora.get("alpha") is not None or not alphas:
@@ -57,6 +60,6 @@ def resolve_rank(data: dict[str, Any], where: Callable[[tuple[str, ...]], str]) 
             what = (
                 f"auto takes the alpha from {of_file}, but {legible(name):.200} in it is {alpha:g}, which is not usable"
             )
-            return [Problem(place, what, "Use another file, or give lora.rank and lora.alpha as numbers.")]
+            return [Problem(place, what, "Use another file, or give lora.rank and lora.alpha as numbers.", keys=KEYS)]
     lora["alpha"] = max(alphas.values())
     return []

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from lora_rocm.errors import Problem
 from lora_rocm.recipe.explain import shown
+from lora_rocm.recipe.optim_sections import OptimSection
 from lora_rocm.recipe.process_sections import TimeoutsSection
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.sections import AddedLater
@@ -27,9 +28,12 @@ OF_A_PROCESS = frozenset({
 
 
 LATER: dict[str, Any] = {
-    f"data.{name}": info.default for name, info in SourceOptions.model_fields.items() if AddedLater() in info.metadata
+    f"{section}.{name}": info.default
+    for section, options in (("data", SourceOptions), ("optim", OptimSection))
+    for name, info in options.model_fields.items()
+    if AddedLater() in info.metadata
 }
-"""Default of each key that was added to the recipe after 2026-11-27. Options of sources are marked ``AddedLater``.
+"""Default of each key that was added to the recipe after 2026-11-27. Such keys are marked ``AddedLater``.
 
 The fingerprints of earlier checkpoints do not contain these keys. A fingerprint therefore omits a key at its default.
 """
@@ -44,7 +48,7 @@ def fixed_values(recipe: Recipe) -> dict[str, Any]:
     """Return all values that must not change when a run is resumed, as JSON values by dotted key."""
     values = {dotted(key): value for key, value, may_change in _leaves(recipe) if not may_change}
     values = {key: value for key, value in values.items() if key not in LATER or value != LATER[key]}
-    of_data = {key.removeprefix("data.") for key in LATER}
+    of_data = {key.removeprefix("data.") for key in LATER if key.startswith("data.")}
     values["data.sources"] = [  # in an entry the default is None
         {key: value for key, value in source.items() if key not in of_data or value is not None}
         for source in values["data.sources"]
@@ -70,6 +74,13 @@ def resume_differences(old: Recipe, new: Recipe) -> list[Problem]:
         for key, before, may_change in _leaves(old)
         if not may_change and key in after and before != after[key]
     ]
+
+
+def all_differences(old: Recipe, new: Recipe) -> dict[str, tuple[object, object]]:
+    """Return (old, new) of each value that differs between two recipes, by dotted key. A missing key counts as null."""
+    before, after = ({dotted(key): value for key, value, _ in _leaves(recipe)} for recipe in (old, new))
+    keys = [*before, *(key for key in after if key not in before)]
+    return {key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}
 
 
 def _leaves(section: BaseModel, prefix: tuple[str, ...] = ()) -> Iterator[tuple[Key, Any, bool]]:

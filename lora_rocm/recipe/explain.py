@@ -32,7 +32,7 @@ NOT_ALLOWED = {
     "string_too_long": "is too long:",
     "string_too_short": "is empty:",
 }
-"""Words that a message has before a refused value, by type of pydantic error.
+"""Words that precede a refused value in a message, by type of pydantic error.
 
 These values have the correct type, but are not allowed.
 """
@@ -91,23 +91,26 @@ def explain(
             # the value from the file, because pydantic's own input for a union member may be only a part of it
             value = value_at(data, key, detail["input"])
             if phrase == "a whole number" and isinstance(value, float) and value.is_integer():  # far beyond 64 bits
-                problems[key] = Problem(
-                    where(key), f"is far too large or too small: {shown(value)}", _about(key, kinds.recipe)
-                )
+                sentence = f"is far too large or too small: {shown(value)}"
+                problems[key] = _problem(key, where, sentence, _about(key, kinds.recipe))
                 continue
             text = written(key) if "text" in phrases else ""
             sentence = f"expected {' or '.join(phrases)}, got {text or shown(value)}"
             fix = value_advice(dotted(key), value) or _quote_advice(phrases, value, text) or _about(key, kinds.recipe)
-            problems[key] = Problem(where(key), sentence, fix)
+            problems[key] = _problem(key, where, sentence, fix)
         elif detail["type"] == "rule":
             place, what, fix = _of_rule(detail, key)
-            problems.setdefault((*place, "rule", what), Problem(where(place), what, fix))
+            problems.setdefault((*place, "rule", what), _problem(place, where, what, fix))
         elif key not in problems or detail["type"] in (
             "too_long",
             *COMPARED,
         ):  # replaces the error of a union's other member
-            problems[key] = Problem(where(key), *_sentence_and_fix(detail, key, kinds))
+            problems[key] = _problem(key, where, *_sentence_and_fix(detail, key, kinds))
     return list(problems.values())
+
+
+def _problem(key: Key, where: Callable[[Key], str], what: str, fix: str) -> Problem:
+    return Problem(where(key), what, fix, keys=(dotted(key),))
 
 
 def real_key(detail: ErrorDetails, data: Any) -> Key:
@@ -253,7 +256,7 @@ def _description(key: Key, model: type[BaseModel]) -> str:
 def boolean_problems(data: Any, where: Callable[[Key], str], kinds: Kinds) -> dict[Key, Problem]:
     """Return a problem for each true or false given where a number is expected. Pydantic would read them as 1 and 0."""
     return {
-        key: Problem(where(key), f"expected a number, got {str(value).lower()}", _about((str(key[-1]),), model))
+        key: _problem(key, where, f"expected a number, got {str(value).lower()}", _about((str(key[-1]),), model))
         for key, value, model in _booleans(data, kinds.recipe, ())
     }
 

@@ -41,12 +41,16 @@ class Values:
 
 @dataclass(frozen=True)
 class Broken:
-    """A broken rule, with the key at which it is reported and the filled-in texts of the problem and its fix."""
+    """A broken rule, with the key at which it is reported and the filled-in texts of the problem and its fix.
+
+    keys: the keys that the rule reads. If it reads all entries of a list, the key is the list.
+    """
 
     rule: RecipeRule
     key: Key
     what: str
     fix: str
+    keys: tuple[Key, ...] = ()
 
 
 def values_of(recipe: Section, spec: FamilySpec, written: Mapping[str, Any], failed: Collection[Key] = ()) -> Values:
@@ -213,7 +217,8 @@ def _breaches(rule: RecipeRule, values: Values, of_file: bool) -> Iterator[Broke
         for words in breaches:
             at = str(words.get("at", rule.at))
             place = _at(parts_of(at), index) if at else _place([_at(key, index) for key in rule.parts], values.written)
-            yield Broken(rule, place, rule.what.format(*given, **words), rule.fix.format(*given, **words))
+            keys = tuple(_at(parts[: parts.index(ALL)] if ALL in parts else parts, index) for parts in rule.parts)
+            yield Broken(rule, place, rule.what.format(*given, **words), rule.fix.format(*given, **words), keys)
 
 
 def _given(rule: RecipeRule, index: int | None, values: Values) -> list[Any] | None:

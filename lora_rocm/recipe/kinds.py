@@ -61,7 +61,7 @@ class Kinds:
     def judges(self, key: tuple[str | int, ...]) -> bool:
         """Return whether an error at ``key`` can be reported although the kind of its section may be unknown.
 
-        It can if the kind is known, if all kinds have the key, or if no kind has it.
+        This is possible if the kind is known, if all kinds have the key, or if no kind has it.
         """
         named_by = kind_key(str(key[0])) if len(key) > 1 else None
         if named_by is None or named_by not in self.unknown:
@@ -102,7 +102,9 @@ def kind_key(section: str) -> tuple[str, str] | None:
 
 
 def every_kind(section: str, registry: FamilyRegistry = FAMILIES) -> list[Kinds]:
-    """Return the default kinds once for every possible kind of one section, the default first.
+    """Return one ``Kinds`` for each possible kind of a section, the default first.
+
+    Other sections have their default kind.
 
     For a section with only one kind, the list contains just the defaults.
     """

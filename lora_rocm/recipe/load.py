@@ -184,8 +184,8 @@ def load_text(
     Args:
         text: the text of the recipe.
         found: the path of the text, or a name for messages. A ``base`` is searched for next to it.
-        overrides: as in ``load_recipe``.
-        registry: as in ``load_recipe``.
+        overrides: see ``load_recipe``.
+        registry: see ``load_recipe``.
         notices: sentences to show before those about the recipe.
 
     Raises:
@@ -288,7 +288,7 @@ def dump_recipe(recipe: Recipe) -> str:
 def _quoted(value: Any) -> Any:
     """Return the value with all strings that contain NEXT_LINE quoted.
 
-    Unquoted, the YAML library would read them back changed.
+    Without quotes, the YAML library would change them when it reads them back.
     """
     if isinstance(value, dict):
         return {_quoted(key): _quoted(each) for key, each in value.items()}
@@ -562,7 +562,10 @@ def _validate(
     found = boolean_problems(data, where, kinds)
     if FAMILY not in kinds.unknown:
         what = f"{kinds.family.title} does not read this key"
-        found |= {key: Problem(where(key), what, "Remove it.") for key in given_unread(data, kinds.family)}
+        found |= {
+            key: Problem(where(key), what, "Remove it.", keys=(dotted(key),))
+            for key in given_unread(data, kinds.family)
+        }
     known = {problem.where for problem in found.values()}
     failed = {key for key in layers.places if spoiled and where(key) in spoiled}
     judged = judge(data, kinds, failed | found.keys())
@@ -570,5 +573,14 @@ def _validate(
     return judged.recipe, [
         *found.values(),
         *(problem for problem in told if problem.where not in known),  # one problem for each wrong value
-        *(Problem(where(each.key), each.what, each.fix) for each in judged.broken),
+        *(
+            Problem(
+                where(each.key),
+                each.what,
+                each.fix,
+                keys=tuple(map(dotted, (each.key, *each.keys))),
+                is_idle=each.rule.is_idle,
+            )
+            for each in judged.broken
+        ),
     ]

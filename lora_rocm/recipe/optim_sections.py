@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ConfigDict, Field
 from pydantic.config import JsonDict
 
-from lora_rocm.recipe.sections import MAX_STEPS, Decay, Section
+from lora_rocm.recipe.sections import MAX_STEPS, AddedLater, Decay, Section
 
 READ_BY_SCHEDULE: Mapping[str, tuple[str, ...]] = {
     "lr_scheduler_num_cycles": ("cosine_with_restarts",),
@@ -17,7 +17,7 @@ READ_BY_SCHEDULE: Mapping[str, tuple[str, ...]] = {
     "lr_scheduler_power": ("polynomial",),
     "lr_min_ratio": ("linear", "cosine", "cosine_with_restarts", "polynomial", "rex"),
 }
-"""Key of ``optim`` -> the values of ``lr_scheduler`` that use it."""
+"""The values of ``lr_scheduler`` that use each key of ``optim``."""
 
 
 ARGUMENTS_KEY = "optimizer_args"
@@ -103,6 +103,11 @@ class OptimSection(Section):
     )
     lr_warmup_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
         0.0, description="The warm-up as a share of the run, in place of lr_warmup_steps."
+    )
+    lr_warmup_from_zero: Annotated[bool, AddedLater()] = Field(
+        False,
+        description="Begin the warm-up at 0, as transformers and diffusers do: update i of w uses (i - 1) / w of the "
+        "rate, so the first update changes nothing.",
     )
     max_grad_norm: float = Field(1.0, ge=0, le=1e9, description="Clip the total gradient norm to this; 0 disables it.")
 

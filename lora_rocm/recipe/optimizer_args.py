@@ -107,11 +107,11 @@ def resolve_arguments(layers: Layered) -> list[Problem]:
 
 
 def _entries(given: object, layers: Layered, problems: list[Problem]) -> Iterator[Argument]:
-    where = layers.where(ARGUMENTS)
+    where, whole = layers.where(ARGUMENTS), (dotted(ARGUMENTS),)
     if not isinstance(given, list | dict):
-        problems.append(Problem(where, f"expected a list or a mapping, got {shown(given)}", EXAMPLE))
+        problems.append(Problem(where, f"expected a list or a mapping, got {shown(given)}", EXAMPLE, keys=whole))
     elif len(given) > MAX_ITEMS:
-        problems.append(Problem(where, f"has more than {MAX_ITEMS} items", EXAMPLE))
+        problems.append(Problem(where, f"has more than {MAX_ITEMS} items", EXAMPLE, keys=whole))
     elif isinstance(given, dict):
         yield from (Argument(name, _read(value), name) for name, value in given.items())
     else:
@@ -121,7 +121,8 @@ def _entries(given: object, layers: Layered, problems: list[Problem]) -> Iterato
                 yield Argument(name.strip(), _read(value.strip()), index)
             else:
                 place = layers.where((*ARGUMENTS, index))
-                problems.append(Problem(place, f"expected name=value, got {shown(text)}", EXAMPLE))
+                what = f"expected name=value, got {shown(text)}"
+                problems.append(Problem(place, what, EXAMPLE, keys=(dotted((*ARGUMENTS, index)),)))
 
 
 def _read(value: object) -> object:
@@ -149,6 +150,10 @@ def _fixed(name: str, optimizer: str) -> list[Fixed]:
     return [row for row in names().fixed if row.name == name and optimizer in (row.optimizers or OPTIMIZERS)]
 
 
+def _keys(entry: Argument) -> tuple[str]:
+    return (dotted((*ARGUMENTS, entry.part)),)
+
+
 def _where(layers: Layered, entry: Argument) -> str:
     """Return where an entry was given and its name, for a message."""
     return f"{_place(layers, entry)} {dotted((*ARGUMENTS, entry.part))}"
@@ -168,7 +173,7 @@ def _set_key(optim: dict[str, object], key: str, entry: Argument, layers: Layere
         other = layers.places.get(at, ValueOrigin(layers.origin))
         if other.origin == place.origin and optim[key] != value:
             what = f"{entry.name} is {shown(value)}, and {other} {other.name or f'optim.{key}'} is {shown(optim[key])}"
-            return [Problem(_where(layers, entry), what, "Remove one of them.")]
+            return [Problem(_where(layers, entry), what, "Remove one of them.", keys=_keys(entry))]
         if _height(other, layers) >= _height(place, layers):
             return []
     optim[key] = value
@@ -193,7 +198,8 @@ def _unknown(entry: Argument, optimizer: str, where: str) -> Problem:
     hint = f"{entry.name} is an argument of {' and '.join(owners)}." if owners else advice().get(entry.name, "")
     if entry.name in section.model_fields or entry.name == "lr":
         hint = f"Write optim.{'learning_rate' if entry.name == 'lr' else entry.name}."
-    return Problem(where, what, f"{hint} It takes {', '.join(_taken(optimizer, section))}.".strip())
+    fix = f"{hint} It takes {', '.join(_taken(optimizer, section))}.".strip()
+    return Problem(where, what, fix, keys=_keys(entry))
 
 
 def _taken(optimizer: str, section: type[OptimSection]) -> list[str]:

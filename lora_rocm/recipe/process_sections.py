@@ -50,10 +50,12 @@ class RuntimeSection(Section):
         "three are compared with plain attention on the GPU before the run. auto is torch's own; in the profile fast "
         "it is the fastest that gives correct results at the recipe's shapes.",
     )
-    memory: Literal["auto", "keep", "selective", "recompute", "offload"] = on_resume(
+    memory: Literal["auto", "keep", "selective", "attention", "recompute", "inputs", "offload"] = on_resume(
         "auto",
         "How a step uses GPU memory. keep: keep all activations. selective: recompute as few blocks as possible. "
-        "recompute: recompute all blocks. offload: recompute, and keep the frozen weights of blocks in main memory. "
+        "attention: recompute all blocks, but keep the output of attention. recompute: recompute all blocks. inputs: "
+        "recompute, and keep the inputs of blocks in main memory. offload: recompute, and keep the frozen weights of "
+        "blocks in main memory. "
         "auto: the fastest that fits, also with split micro-batches (lora-rocm plan shows it).",
     )
     canary_every_n_steps: int = on_resume(

@@ -50,6 +50,7 @@ class RecipeRule:
         at: key at which the problem is reported. If empty, the key written last, or else the section with all keys.
         only_if_set: whether the rule is checked only if the first key differs from its default.
         unless_written: keys that switch the rule off if any is written. Such a rule is checked for recipe files only.
+        is_idle: whether the rule is only against a key without an effect: removing it changes nothing.
     """
 
     id: str
@@ -60,6 +61,7 @@ class RecipeRule:
     at: str = ""
     only_if_set: bool = False
     unless_written: tuple[str, ...] = ()
+    is_idle: bool = False
 
     @cached_property
     def parts(self) -> tuple[Parts, ...]:
@@ -73,7 +75,7 @@ class RecipeRule:
 
     @cached_property
     def each(self) -> Parts | None:
-        """Key of the list for each of which entries the rule is checked, or None if it is checked once."""
+        """Key of the list with entries for which the rule is checked one by one; None if it is checked once."""
         lists = {parts[: parts.index(EACH)] for parts in self.parts if EACH in parts}
         assert len(lists) < 2, self.id
         return next(iter(lists), None)
@@ -90,7 +92,7 @@ def leaf(key: str) -> str:
 
 
 def not_both(first: str, second: str) -> RecipeRule:
-    """Return a rule against giving two keys of one section that replace each other."""
+    """Return a rule against setting both of two alternative keys of a section."""
     return RecipeRule(
         f"not-both:{first},{leaf(second)}",
         (first, second),
@@ -142,4 +144,5 @@ def no_effect(key: str, others: Sequence[str], when: Callable[..., bool], why: s
         fix,
         at=key,
         only_if_set=True,
+        is_idle=True,
     )

@@ -27,6 +27,7 @@ from lora_rocm.rundir.event_types import (
     TelemetryEvent,
 )
 from lora_rocm.rundir.events import EventReader, size_if_there, unread_text
+from lora_rocm.rundir.fork_origin import ForkOrigin, fork_origin
 from lora_rocm.rundir.held_locks import is_running
 from lora_rocm.rundir.incidents import KINDS, Trouble, in_time, last_word
 from lora_rocm.rundir.layout import SUPERVISOR, RunDir
@@ -86,7 +87,7 @@ class RunView:
         Args:
             run_dir: the run directory.
             use_index: whether an index of the events may be used (``event_index``).
-            last_steps: number of steps that are enough, the newest ones, or None for all.
+            last_steps: number of newest steps that must be read, or None for all.
 
         Raises:
             UserError: no-run: there is no run at this path.
@@ -100,9 +101,18 @@ class RunView:
         running = is_running(run_dir)  # first: if the run ends meanwhile, its end is still read below
         log = read_log(run_dir.events(), use_index=use_index, last_steps=last_steps)
         supervisor = read_log(run_dir.events(SUPERVISOR), use_index=use_index)
+        return cls.of_logs(run_dir, log, supervisor, is_running=running)
+
+    @classmethod
+    def of_logs(cls, run_dir: RunDir, log: EventLog, supervisor: EventLog, *, is_running: bool) -> RunView:
+        """Return the view of events that were read already: rank 0's and the supervisor's.
+
+        Raises:
+            StorageError: an event file of another rank is not a regular file.
+        """
         others = (EventReader(path, kinds=KINDS).poll() for path in run_dir.events_of_others())
         trouble = in_time(supervisor.in_order(*KINDS), [log.in_order(*KINDS), *others])
-        return cls(run_dir, log, supervisor, trouble, running)
+        return cls(run_dir, log, supervisor, trouble, is_running)
 
     def all(self, kind: type[E]) -> list[E]:
         """Rank 0's events of a type, in the order written."""
@@ -122,7 +132,9 @@ class RunView:
 
     @cached_property
     def outcome(self) -> Outcome:
-        """The run's result so far, whether or not a process still has its lock, as it has when it writes the report.
+        """The run's result so far.
+
+        It does not depend on the lock, which the process that writes the report still holds.
 
         It is finished, stopped (on request), failed (with an error or a hang), died (without an error), or prepared
         (never started).
@@ -173,7 +185,10 @@ class RunView:
 
     @cached_property
     def steps(self) -> Steps:
-        """The current steps, ordered by updates; of a step made twice (after a resume), the newest."""
+        """The current steps, ordered by update number.
+
+        If a step was repeated after a resume, only the newest one is included.
+        """
         return self.log.current_steps()
 
     @property
@@ -185,7 +200,13 @@ class RunView:
     def updates(self) -> int:
         """Number of updates made."""
         start, done = self.last(StartEvent), self.steps.whole["updates"]
-        return max((start.resumed_from or 0) if start else 0, done[-1] if done else 0)
+        forked = self.forked_from.step if self.forked_from is not None else 0
+        return max((start.resumed_from or 0) if start else forked, done[-1] if done else 0)
+
+    @cached_property
+    def forked_from(self) -> ForkOrigin | None:
+        """The parent of a forked run, or None."""
+        return fork_origin(self.run_dir)
 
     @property
     def max_train_steps(self) -> int | None:
@@ -262,6 +283,9 @@ class RunView:
             if unknown := sorted({*aside.kinds, *aside.fields}):
                 names = f"{', '.join(unknown[:5])}{', ...' if len(unknown) > 5 else ''}"
                 yield f"{path}: another version of lora-rocm wrote to this file. This version does not know {names}."
-        has_files = self.files.checkpoint or self.files.passed_over
+        new_fork = self.forked_from is not None and self.run_dir.list_checkpoints()[-1:] == [
+            (self.forked_from.step, self.run_dir.checkpoint(self.forked_from.step))
+        ]
+        has_files = (self.files.checkpoint or self.files.passed_over) and not new_fork
         if self.latest_s is None and (has_files or size_if_there(self.run_dir.events())):
             yield "its events are gone or damaged, so steps, loss and rate are unknown"

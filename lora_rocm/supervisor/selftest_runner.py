@@ -103,7 +103,7 @@ def self_test(situation: Situation, notify: Notify, command: Command = child_com
 def store(folder: Path, verdict: SelftestVerdict) -> None:
     """Store a verdict, which ``selftest_result.stored`` reads.
 
-    For an unusable GPU, only the stored verdict is deleted, so that the test is repeated next time.
+    For an unusable GPU, nothing is stored and an earlier verdict is deleted, so that the test is repeated next time.
 
     Raises:
         StorageError: the verdict cannot be written.

@@ -42,7 +42,7 @@ from lora_rocm.rundir.layout import RunDir
 
 LOG = logging.getLogger(__name__)
 LAST_WORDS_S = 1.0
-"""Seconds that the other workers have to report their own errors after one has failed."""
+"""Time in seconds in which the other workers can report their own errors after one has failed."""
 STOPPING = "Finishing the step and saving. Press Ctrl-C again to end at once (the last checkpoint is kept)."
 WORKER = "lora_rocm.train.worker"
 PREPARE = "--prepare"
@@ -293,7 +293,7 @@ def _verdict(
     if last is not None:
         raise with_fitting_fix(error_from_event(last), run_dir)
     if killed:
-        raise StoppedError("killed", f"Ended at once. {last_checkpoint_text(run_dir)}")
+        raise StoppedError("killed", f"The run was killed without saving a checkpoint. {last_checkpoint_text(run_dir)}")
     run_dir.probe()  # a worker that cannot write cannot report it either
     log = run_dir.worker_log if log is None else log
     told = EventReader(log, max(log_start, size_of(log) - TAIL_BYTES), (ErrorEvent,)).poll()

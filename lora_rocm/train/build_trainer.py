@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -19,6 +20,7 @@ from lora_rocm.memory.manager import MemoryManager
 from lora_rocm.memory.oom_recovery import Relief
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.checkpoint_record import Position
+from lora_rocm.rundir.sample_losses import LossWriter
 from lora_rocm.train import compilation
 from lora_rocm.train.artifacts import Artifacts
 from lora_rocm.train.context import Data, StartContext, captures, pins
@@ -79,7 +81,19 @@ def new_trainer(start: StartContext, data: Data, position: Position, artifacts: 
         hooks=hooks,
         steps_per_epoch=steps_per_epoch,
         clock=clock,
+        losses=_loss_writer(start, position),
     )
+
+
+def _loss_writer(start: StartContext, position: Position) -> LossWriter | None:
+    """Return the open file of this rank's losses by sample; None for texts, which have no noise level."""
+    session = start.session
+    if start.recipe.spec.trains_on_texts:
+        return None
+    writer = LossWriter(session.run_dir.losses(session.rank), position.updates, start.context.notice)
+    writer.begin()
+    session.at_close.callback(writer.close)
+    return writer
 
 
 def _watched_batches(watched: Watched, recipe: Recipe, pinned: bool) -> Callable[[], Iterator[Batch]]:
@@ -113,6 +127,7 @@ def first_pass(
         compiler.warm_up(compilation.zero_passes(artifacts.family, artifacts.transfer, rows, eager.run))
     _forget(weights, memory)
     trainer.relief.parts, trainer.relief.recomputes = memory.parts, memory.recomputes_all
+    trainer.relief.least = partial(memory.least_recomputing, artifacts.family, artifacts.model)
     if not memory.captures:
         trainer.engine.graphs = None
         artifacts.guard.use_graphs(None)

@@ -183,7 +183,10 @@ def rotate_checkpoints(run_dir: RunDir, keep_last: int) -> None:
 
 
 def rotate_loras(run_dir: RunDir, keep_last: int | None) -> None:
-    """Keep the newest ``keep_last`` LoRA files of checkpoints (None: all). Delete the others and their embeddings."""
+    """Keep the newest ``keep_last`` LoRA files of checkpoints, or all if it is None.
+
+    Delete the others and their embeddings.
+    """
     for updates, _ in run_dir.checkpoint_loras()[: -keep_last if keep_last else 0]:
         with contextlib.suppress(OSError):  # Windows: it is open; the next rotation tries again
             run_dir.discard_lora(updates)

@@ -128,8 +128,8 @@ class DiskForecast:
     def _growth(self, updates: int, saving: bool) -> tuple[int, int]:
         """The number of checkpoints and of LoRA files that will be added to the disk.
 
-        ``saving``: count at the moment when the last checkpoint has been written and the oldest is not deleted yet;
-        otherwise count later, when the result is written.
+        ``saving``: whether to count when the last checkpoint has been written and the oldest is not deleted yet. If it
+            is false, the files are counted when the result is written.
         """
         saves, keep = self._saves(updates), self.recipe.output.keep_last_loras
         there = len(self.run_dir.list_checkpoints()), len(self.run_dir.checkpoint_loras())

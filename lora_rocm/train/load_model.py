@@ -104,6 +104,7 @@ def load_model(
     family.fuse(model, triton=triton and not compiled)
     for component in model.components.values():
         use_implementation(component, implementation_for(start.device, triton and not compiled))
+    memory.implementation = implementation_for(start.device, triton)
     memory.apply(family, model)
     empty_pools()
     return model, adapter, training_adapter, choice
@@ -188,12 +189,12 @@ def _require_finite(component: nn.Module, name: str, start: StartContext) -> Non
             return
         path, code, wrong = huge[0], "weights-implausible", "larger than any working model has"
         other_file = "Use another file: this one, or its alpha, is damaged."
-        other_base = "Download the model again, or use another edition."
+        other_base = "Download the model again, or use another version."
     else:
         path = next(path for path, is_finite in zip(weights, finite_N.tolist(), strict=True) if not is_finite)
         code, wrong = "weights-not-finite", f"that are not finite in {str(start.dtype).removeprefix('torch.')}"
         other_file = "Use another file; bf16 holds larger numbers than fp16."
-        other_base = "Download the model again, or use another edition; bf16 holds larger numbers than fp16."
+        other_base = "Download the model again, or use another version; bf16 holds larger numbers than fp16."
     if (file := _file_of(component, path, start.recipe)) is not None:
         what = f"The LoRA's weight {name}.{path} contains numbers {wrong}."
         raise AdapterError("lora-not-finite", what, where=file, fix=other_file)

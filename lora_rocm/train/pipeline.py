@@ -43,15 +43,10 @@ from lora_rocm.train.hooks import TensorBoard, Validation
 from lora_rocm.train.input_start import start_from_inputs
 from lora_rocm.train.load_model import choose_kernels, choose_memory, compilers_of, kernels_fact, load_model
 from lora_rocm.train.lost_images import DataOfCheckpoint, data_of_checkpoint
-from lora_rocm.train.resume import _require_same_base_and_data, _restore
+from lora_rocm.train.resume import require_same_base_and_data, restore
 from lora_rocm.train.start_encoder import start_encoders
 from lora_rocm.train.usable import require_startable, require_usable
 from lora_rocm.train.watched import prepare_watched
-
-RECIPE_DIFFERS = "The recipe differs from the checkpoint's in a key that may not change."
-DATA_DIFFER = "The training data differ from the checkpoint's: samples, captions, or the encoders that encode them."
-BASE_DIFFERS = "The base model differs from the checkpoint's."
-ADAPTER_DIFFERS = "The training adapter (model.training_adapter) differs from the checkpoint's."
 
 
 def train(start: StartContext) -> tuple[bool, int]:
@@ -180,8 +175,8 @@ def load(
     assert model.placement is not None, "load_model places it"
     position, seals = Position(), seals_of(model.placement.fingerprints())
     if checkpoint is not None:
-        seals = _require_same_base_and_data(start, data, family, checkpoint, seals)
-        position = _restore(checkpoint, transfer, adapter, optimizer)
+        seals = require_same_base_and_data(start, data, family, checkpoint, seals)
+        position = restore(checkpoint, transfer, adapter, optimizer)
     start.world.require_same("the base model", {"base model": family.base_facts()["identity"], **seals})
     if start.world.is_first:  # only when nothing can be refused later
         accept(session.run_dir)

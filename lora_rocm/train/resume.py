@@ -1,4 +1,4 @@
-"""TODO-docstring."""
+"""Resume of a run: finds and loads its checkpoint, and compares its recipe, data and base model with the run's."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ from lora_rocm.rundir.checkpoint_record import Position
 from lora_rocm.train.base_seal import Seals, broken
 from lora_rocm.train.checkpoint import Checkpoint, latest_valid, read_checkpoint
 from lora_rocm.train.context import Data, StartContext
-from lora_rocm.train.pipeline import ADAPTER_DIFFERS, BASE_DIFFERS, DATA_DIFFER, RECIPE_DIFFERS
 from lora_rocm.train.session import Session
+
+RECIPE_DIFFERS = "The recipe differs from the checkpoint's in a key that may not change."
+DATA_DIFFER = "The training data differ from the checkpoint's: samples, captions, or the encoders that encode them."
+BASE_DIFFERS = "The base model differs from the checkpoint's."
+ADAPTER_DIFFERS = "The training adapter (model.training_adapter) differs from the checkpoint's."
 
 
 def find_checkpoint(session: Session, chosen: Path | None) -> Checkpoint | None:
@@ -43,7 +47,7 @@ def find_checkpoint(session: Session, chosen: Path | None) -> Checkpoint | None:
     return found
 
 
-def _require_same_base_and_data(
+def require_same_base_and_data(
     start: StartContext, data: Data, family: ModelFamily, checkpoint: Checkpoint, seals: Seals
 ) -> Seals:
     """Refuse a checkpoint with a different base, data or recipe; return the base seals for the next checkpoint.
@@ -75,7 +79,7 @@ def _require_same_base_and_data(
     return seals if found else {**(before or {}), **seals}
 
 
-def _restore(checkpoint: Checkpoint, transfer: DeviceTransfer, adapter: Adapter, optimizer: GatedOptimizer) -> Position:
+def restore(checkpoint: Checkpoint, transfer: DeviceTransfer, adapter: Adapter, optimizer: GatedOptimizer) -> Position:
     """Load a checkpoint's tensors through the checked transfer, and return the run's position."""
 
     def sent(part: str) -> dict[str, Tensor]:

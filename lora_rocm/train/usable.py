@@ -49,7 +49,7 @@ def require_usable(family: ModelFamily, recipe: Recipe) -> Base:
     """Check a recipe's base, reading only its configs, headers, tokenizers and small tensors.
 
     Raises:
-        ModelError: the base is missing, damaged, of another family than the recipe's, or cannot be trained.
+        ModelError: the base is missing, damaged, not of the recipe's family, or cannot be trained.
     """
     files = family.examine()
     skeletons, limits = {name: family.skeleton(name) for name in family.all_components}, family.token_limits()

@@ -79,8 +79,7 @@ for %%f in ("%LR_ONE%\.") do set "LR_NAME=%%~nxf"
 if exist "%LR_ONE%\*" goto images
 for %%f in ("%LR_ONE%") do set "LR_NAME=%%~nf"
 for %%f in ("%LR_ONE%") do set "LR_ENDING=%%~xf"
-if /i "%LR_ENDING%"==".toml" goto foreign
-if /i "%LR_ENDING%"==".json" goto foreign
+for %%e in (.toml .json .sh .ps1 .bat .cmd .env .py .ipynb) do if /i "%LR_ENDING%"=="%%e" goto foreign
 rem Another trainer's YAML is recognised by the program. Its answer is a file: in a pipe, cmd would read the path again.
 if /i not "%LR_ENDING%"==".yaml" if /i not "%LR_ENDING%"==".yml" goto recipe
 set "LR_ANSWER=lora-rocm-check-%RANDOM%%RANDOM%.json"
@@ -122,6 +121,7 @@ goto done
 :doctor
 :demo
 :sample
+:ui
 "%LR_PROGRAM%" %LR_DO% %LR_ARGS%
 goto done
 

@@ -390,7 +390,7 @@ def test_a_file_without_alphas_is_read_at_strength_1_and_says_so(tmp_path: Path)
 
 
 def test_a_dora_of_ai_toolkit(tmp_path: Path) -> None:
-    """In names of PEFT it is of strength 1; in kohya's, ai-toolkit leaves the alphas out, whatever they are."""
+    """In names of PEFT it is of strength 1; in kohya's, ai-toolkit leaves the alphas out, of any value."""
     family, components = hollow("flux")
     module, magnitudes = "transformer.transformer_blocks.0.attn.to_q", torch.arange(1.0, 33.0)
     path = tmp_path / "x.safetensors"

@@ -14,7 +14,9 @@ from lora_rocm.commands import plan as command
 from lora_rocm.commands.output import Output, OutputMode
 from lora_rocm.commands.plan import AvailableMemory, card_bytes
 from lora_rocm.errors import RecipeError, UserError
+from lora_rocm.foundation.units import size_text
 from lora_rocm.hardware.settings import Settings
+from lora_rocm.planning.step_choice import choose
 from lora_rocm.planning.step_plan import (
     MODES,
     Block,
@@ -25,7 +27,6 @@ from lora_rocm.planning.step_plan import (
     SampleCost,
     SmallerAdapter,
     StepRequirements,
-    choose,
 )
 from lora_rocm.planning.step_requirements import does_not_fit, job_of
 from lora_rocm.recipe.kinds import recipe_from
@@ -121,6 +122,16 @@ def test_a_rank_that_is_larger_than_layers_is_told(write: Any, child: Any, capsy
         assert says_if(bool(count), capsys.readouterr().out, "commands/a-part-of-the-ranks-of-5")
 
 
+def test_the_reason_is_the_faster_plan_that_needs_least(write: Any, child: Any) -> None:
+    found = command.plan(write(), (), card="12GB")
+    assert found.chosen is not None and found.room.num_bytes is not None
+    large = [row for row in found.plans if row.needed_bytes > found.room.num_bytes]
+    nearest = min((row for row in large if row.step_s < found.chosen.step_s), key=lambda row: row.needed_bytes)
+    assert len({row.needed_bytes for row in large}) > 1, "the control"
+    (reason,) = [line for line in command.render(found).splitlines() if line.startswith("reason: ")]
+    assert f"reason: {nearest.mode} " in reason and reason.endswith(size_text(nearest.needed_bytes))
+
+
 def test_the_rounding_of_a_quantised_base_is_named(write: Any, child: Any, capsys: Any) -> None:
     for name, said in (("none", False), ("nf4", True)):
         assert plan(write(), (f"model.quantization={name}",), card="80GB", as_json=False) == 0
@@ -170,13 +181,16 @@ def test_a_quantised_text_encoder_is_named_with_its_memory(write: Any, child: An
     assert said in capsys.readouterr().out
 
 
+WITHOUT_MAIN_MEMORY = ("keep", "selective", "attention", "recompute")
+
+
 def gpu(budget_gib: float, **changes: Any) -> dict[str, Any]:
     rates = asdict(Rates(flops=1e14, moved_bytes=1e12, bus_bytes=1e10, known=True))
     return {"name": "Card", "integrated": False, "budget_bytes": int(budget_gib * GIB), "rates": rates} | changes
 
 
 def rows_of(output: str) -> list[str]:
-    return [line for line in output.splitlines() if line.startswith(MODES)]
+    return [line for line in output.splitlines() if line.startswith(tuple(f"{mode} " for mode in MODES))]
 
 
 def test_the_table_for_a_card(write: Any, child: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
@@ -318,19 +332,23 @@ def recipe(**sections: dict[str, Any]) -> Recipe:
     ("memory", "checkpointing", "can_offload", "modes"),
     [
         ("auto", False, True, MODES),
-        ("auto", False, False, MODES[:-1]),
-        ("auto", True, True, ("recompute", "offload")),
-        ("auto", True, False, ("recompute",)),
+        ("auto", False, False, WITHOUT_MAIN_MEMORY),
+        ("auto", True, True, ("attention", "recompute", "inputs", "offload")),
+        ("auto", True, False, ("attention", "recompute")),
         ("keep", False, True, ("keep",)),
         ("keep", True, True, ("recompute",)),
         ("selective", True, True, ("recompute",)),
+        ("attention", False, False, ("attention",)),
+        ("attention", True, True, ("recompute",)),
+        ("inputs", True, True, ("inputs",)),
         ("offload", True, False, ("offload",)),
     ],
 )
 def test_what_a_recipe_allows(memory: str, checkpointing: bool, can_offload: bool, modes: tuple[str, ...]) -> None:
     by_recipe = checkpointing and memory == "auto"  # else the two contradict each other, and past failures decide
     asked = recipe(runtime={"memory": memory}, train={"gradient_checkpointing": by_recipe})
-    job = job_of(asked, Settings(checkpointing=checkpointing), on_gpu=True, can_offload=can_offload)
+    settings = Settings(checkpointing=checkpointing and not by_recipe)
+    job = job_of(asked, settings, on_gpu=True, can_offload=can_offload)
     assert job.modes == modes
     assert job.all_offloaded == (memory == "offload")
 
@@ -340,8 +358,8 @@ def test_what_a_recipe_allows(memory: str, checkpointing: bool, can_offload: boo
     [
         ("off", "auto", MODES),  # the control
         ("auto", "auto", MODES),  # which is off
-        ("regional", "auto", MODES[:-1]),
-        ("full", "auto", MODES[:-1]),
+        ("regional", "auto", ("keep", "selective", "recompute")),
+        ("full", "auto", ("keep", "selective", "recompute")),
         ("full", "offload", ("offload",)),  # asked for both: that is refused in words, not undone
     ],
 )
@@ -357,7 +375,28 @@ def test_what_is_compiled_is_not_offloaded_by_auto(compiled: str, memory: str, m
 
 def test_what_past_failures_made_necessary_holds() -> None:
     job = job_of(recipe(), Settings(micro_batch_parts=8, checkpointing=True), on_gpu=True, can_offload=True)
-    assert job.modes == ("recompute", "offload") and job.min_parts == 4
+    assert job.modes == ("recompute", "inputs", "offload") and job.min_parts == 4
+    assert not job.keeps_attention and not job.unpacks_once
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa-flash", "math-groups"])
+def test_only_attention_whose_output_can_be_kept_is_kept(attention: Any) -> None:
+    compiled = {"runtime": {"compile": "full"}}
+    found = [
+        job_of(recipe(**sections), Settings(attention=name), on_gpu=True, can_offload=True).keeps_attention
+        for name, sections in ((attention, {}), ("math", {}), ("flash", {}), (attention, compiled))
+    ]
+    assert found == [True, False, False, False]
+
+
+def test_inputs_are_never_moved_to_memory_that_the_gpu_shares() -> None:
+    asked = recipe(runtime={"memory": "inputs"})
+    assert job_of(asked, Settings(), on_gpu=True, can_offload=True).modes == ("inputs",)
+    with pytest.raises(UserError) as caught:
+        job_of(asked, Settings(), on_gpu=True, can_offload=False)
+    assert caught.value.code == "inputs-share-memory"
+    for allowed in (job_of(recipe(), Settings(), on_gpu=True, can_offload=False).modes, WITHOUT_MAIN_MEMORY):
+        assert not {"inputs", "offload"} & set(allowed)
 
 
 @pytest.mark.parametrize(

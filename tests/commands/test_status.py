@@ -108,7 +108,7 @@ def test_kernels_that_are_checked_are_counted(run_dir: RunDir) -> None:
 
 
 def test_readings_are_no_word_of_the_worker(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reading is not an event of the worker. A hanging worker counts as silent, however often the GPU is read."""
+    """A reading is not an event of the worker. A hanging worker counts as silent, even if the GPU is read often."""
     with monkeypatch.context() as patch:
         patch.setattr("lora_rocm.rundir.events.time", SimpleNamespace(time=lambda: time.time() - 1000.0))
         write(run_dir, *STEPS)

@@ -28,8 +28,8 @@ SHIM = ctypes.CDLL(None)
 
 def forget_the_position(patch: pytest.MonkeyPatch) -> None:
     """A resume that takes everything over but where it is in the data."""
-    restore = resume._restore
-    patch.setattr(resume, "_restore", lambda *given: Position(iteration=0, updates=restore(*given).updates))
+    restore = resume.restore
+    patch.setattr(resume, "restore", lambda *given: Position(iteration=0, updates=restore(*given).updates))
 
 
 def write_in_place(patch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Where the variables switch hipBLASLt off, torch prefers rocBLAS, whatever it infers from the variables itself."""
+"""Where the variables switch hipBLASLt off, torch prefers rocBLAS, even if torch infers something else from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Families that cache other things than one image and one caption: none of images, three entries, padded tensors."""
+"""Families that cache more than one image and one caption, or less: no image, three entries, padded tensors."""
 
 from __future__ import annotations
 

@@ -248,7 +248,7 @@ class Adapted:
             for leaf in self.adapter.leaves.values():
                 leaf.add_(0.1 * torch.randn(leaf.shape, generator=rng))
         self.transfer = DeviceTransfer(device, pin=self.pin)
-        self.memory = MemoryManager(StepRequirements(), offloads, offloads, print)
+        self.memory = MemoryManager(StepRequirements(), offloads, "offload" if offloads else None)
         self.model.place(self.memory.placement(self.family, self.model, self.transfer, self.pin))
         for component in self.model.components.values():
             component.train()

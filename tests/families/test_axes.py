@@ -1,4 +1,4 @@
-"""Samples with other axes than an image's, and images with companions of other sizes, from folder to preview."""
+"""Samples with different axes than an image's, and images with companions of other sizes, from folder to preview."""
 
 from __future__ import annotations
 

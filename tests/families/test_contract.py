@@ -28,8 +28,10 @@ from lora_rocm.children.check_base import weigh
 from lora_rocm.commands import train as command
 from lora_rocm.commands.check import check, render
 from lora_rocm.commands.run_request import RunRequest
+from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import family_for
+from lora_rocm.families.common.block_inputs import BlockInputs
 from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.loader.batch import Batch, split
 from lora_rocm.memory.footprint import count, meta_model
@@ -196,7 +198,14 @@ def test_the_footprint_is_that_of_a_real_pass(its: Its) -> None:
     found = count(real.family, meta_model(real.family, its.recipe, torch.float32, False), its.recipe, real.shape)
     assert len(found.blocks) == len(real.family.blocks(real.model))
     assert activation_bytes(found, ()) == pytest.approx(real.activations([]), rel=0.1)
-    assert activation_bytes(found, range(len(found.blocks))) == pytest.approx(real.activations(None), rel=0.1)
+    every, blocks = range(len(found.blocks)), real.family.blocks(real.model)
+    assert activation_bytes(found, every) == pytest.approx(real.activations(None), rel=0.1)
+    # blocks that keep attention's output; and their inputs in main memory, with the slots for those that come back
+    kept = real.activations(None, apart=True, keeping_attention=blocks)
+    assert activation_bytes(found, every, (), every) == pytest.approx(kept, rel=0.1)
+    inputs = BlockInputs(blocks, DeviceTransfer(CPU, pin=False), pin=False)
+    moved = real.activations(None, apart=True, inputs=inputs) + inputs.slot_bytes
+    assert activation_bytes(found, every, (), (), True) == pytest.approx(moved, rel=0.1)
 
 
 def test_what_is_not_kept_gives_the_plain_gradients_to_the_bit(its: Its, device: torch.device) -> None:
@@ -210,6 +219,13 @@ def test_what_is_not_kept_gives_the_plain_gradients_to_the_bit(its: Its, device:
         assert same(adapted, its, plain, wanted_N) > len(blocks), "blocks are called as modules, again on the way back"
     family.recompute_activations(model, Recomputing(model, together=True))
     assert same(adapted, its, plain, wanted_N) > len(blocks), "several as one segment"
+    family.recompute_activations(model, Recomputing(model, keeping_attention=blocks[1:], unpacks_once=True))
+    assert same(adapted, its, plain, wanted_N) > len(blocks), "attention's output kept, but of the first block"
+    inputs = BlockInputs(blocks, adapted.transfer, adapted.pin)
+    for _ in range(2):
+        family.recompute_activations(model, Recomputing(model, inputs=inputs, unpacks_once=True))
+        assert same(adapted, its, plain, wanted_N) > len(blocks), "inputs in main memory"
+    assert inputs.host_bytes and not adapted.transfer.bad
     family.recompute_activations(model, Recomputing(model, ()))
     assert same(adapted, its, plain, wanted_N) == len(blocks), "the control"
     offloaded = Adapted(its, device, offloads=True)

@@ -15,7 +15,8 @@ from tests.importing.language_rows import STEPS, all_keys, check
 FOLDER = CONFIGS / "axolotl"
 SHARED: dict[str, Any] = {
     "model.family": "causal-lm", "optim.optimizer": "adamw_8bit", "optim.weight_decay": 0,
-    "optim.lr_scheduler": "cosine", "optim.lr_warmup_ratio": 0.1, "train.gradient_accumulation_steps": 4,
+    "optim.lr_scheduler": "cosine", "optim.lr_warmup_ratio": 0.1, "optim.lr_warmup_from_zero": True,
+    "train.gradient_accumulation_steps": 4,
     "train.seed": 42, "train.validation_every_n_epochs": 1, "data.validation_split": 0.05,
     "output.save_every_n_epochs": 1, "output.keep_last": 4,
 }  # fmt: skip
@@ -69,6 +70,7 @@ def test_absent_keys_have_the_defaults_of_the_trainer(tmp_path: Path) -> None:
     values = values_of(read(tmp_path, ""))
     wanted = {
         "data.max_length": 512, "optim.weight_decay": 0, "optim.lr_scheduler": "cosine", "optim.lr_warmup_ratio": 0.03,
+        "optim.lr_warmup_from_zero": True,
         "train.epochs": 1, "output.save_every_n_epochs": 1, "output.keep_last": 4, "train.seed": 42,
     }  # fmt: skip
     assert {key: values[key] for key in wanted} == wanted

@@ -41,11 +41,45 @@ def test_json_with_nested_values() -> None:
     assert pairs(json_settings(text, "f")) == [("a.b", None, 2), ("c[0].d", 1, 3), ("c[1].d", 2, 3), ("e", [], 4)]
 
 
-def test_half_a_json_file_is_read_by_lines() -> None:
-    text = '{\n  "network_dim": 32,\n  "path": "a",\n  "lr": 1e-4, oops\n  "list": [\n    1,\n'
+def test_damaged_json_keeps_its_sections() -> None:
+    text = '{\n  "a": {"b": 32,\n    "path": "a"\n  },\n  "lr": 1e-4, oops\n  "d": [{"e": 1},\n  {"e": 2, "f": "cut'
     found = json_settings(text, "f")
-    assert pairs(found)[:2] == [("network_dim", 32, 2), ("path", "a", 3)]
-    assert [part.line for part in found.unread] == [4, 6]
+    assert pairs(found) == [("a.b", 32, 2), ("a.path", "a", 3), ("lr", 1e-4, 5), ("d[0].e", 1, 6), ("d[1].e", 2, 7)]
+    assert [part.line for part in found.unread] == [5, 7]
+
+
+WINDOWS = r"C:\Users\new\x.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("read", "text"),
+    [
+        (json_settings, f'{{\n"a": {{"path": "{WINDOWS}"}},\n"b": 2\n}}'),
+        (toml_settings, f'b = 2\n[a]\npath = "{WINDOWS}"\n'),
+        (yaml_settings, f'a:\n  path: "{WINDOWS}"  # here\nb: 2\n'),
+    ],
+)
+def test_a_windows_path_with_single_backslashes_costs_nothing(read: Read, text: str) -> None:
+    found = read(text, "f")
+    assert {setting.key: setting.value for setting in found.settings} == {"a.path": WINDOWS, "b": 2}
+    assert found.unread == []
+
+
+def test_a_list_that_is_cut_off_is_not_taken() -> None:
+    found = json_settings('{"a": {"b": 1, "c": [1, 2, ', "f")
+    assert pairs(found) == [("a.b", 1, 1)] and [part.line for part in found.unread] == [1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"a": {"b": 1,}, "c": [2,],}', '{"a": {"b": 1}, // why\n "c": [2]}', '{"a": {"b": 1} "c": [2]}',
+     '{"a": {"b": 1, "x"}, "c": [2]}',
+     '{"a": {"b": 1, "x\x01": 2}, "c": [2]}', '{"a": {"b": 1]}, "c": [2]}', '{"a": {"b": 1, "x": y\n}, "c": [2]}'],
+)  # fmt: skip
+def test_small_faults_of_json_cost_only_their_own_line(text: str) -> None:
+    found = json_settings(text, "f")
+    keys = {setting.key: setting.value for setting in found.settings}
+    assert keys["a.b"] == 1 and (keys.get("c") == [2] or [part.line for part in found.unread] == [1])
 
 
 def test_damaged_yaml_is_read_down_to_the_damage() -> None:

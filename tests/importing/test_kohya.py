@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from ruamel.yaml import YAML
+from safetensors.numpy import save_file
 
 from lora_rocm.errors import UserError
 from lora_rocm.importing.importer import ImportedRecipe, import_files
@@ -125,9 +127,14 @@ def test_a_lost_optimizer_takes_its_rates_with_it(tmp_path: Path) -> None:
          {"objective.v_pred_like_loss": 0.5, "objective.debiased_estimation_loss": True,
           "objective.ip_noise_gamma": 0.1}),
         ("lr_scheduler = 'cosine'\nlr_warmup_steps = 100",
-         {"optim.lr_scheduler": "cosine", "optim.lr_warmup_steps": 100}),
-        ("lr_scheduler = 'constant'\nlr_warmup_steps = 100", {"optim.lr_warmup_steps": None}),
-        ("lr_scheduler = 'constant_with_warmup'\nlr_warmup_steps = 0.1", {"optim.lr_warmup_ratio": 0.1}),
+         {"optim.lr_scheduler": "cosine", "optim.lr_warmup_steps": 100, "optim.lr_warmup_from_zero": True}),
+        ("lr_scheduler = 'constant'\nlr_warmup_steps = 100", 
+         {"optim.lr_warmup_steps": None, "optim.lr_warmup_from_zero": None}),
+        ("lr_scheduler = 'constant_with_warmup'\nlr_warmup_steps = 0.1", {"optim.lr_warmup_steps": 160}),
+        ("lr_scheduler = 'cosine'\nlr_warmup_steps = 0.129\nmax_train_steps = 100", {"optim.lr_warmup_steps": 12}),
+        ("lr_scheduler = 'cosine'\nlr_warmup_steps = 0.001\nmax_train_steps = 100", {"optim.lr_warmup_ratio": None}),
+        ("lr_scheduler = 'cosine'\nlr_warmup_steps = 0.129\nmax_train_epochs = 2", {"optim.lr_warmup_ratio": 0.129}),
+        ("lr_scheduler = 'polynomial'\nlearning_rate = 1e-4", {"optim.lr_min_ratio": 0.001}),
         ("lr_scheduler = 'cosine_with_restarts'\nlr_scheduler_num_cycles = 3", {"optim.lr_scheduler_num_cycles": 3}),
         ("lr_scheduler = 'polynomial'\nlr_scheduler_power = 2", {"optim.lr_scheduler_power": 2}),
         ("lr_scheduler_type = 'CosineAnnealingLR'\nlr_scheduler_args = ['T_max=500', 'eta_min=0']",
@@ -353,7 +360,8 @@ def test_values_of_blocks_that_cannot_be_read_are_lost(text: str, tmp_path: Path
         ('"text_encoder_lr": 0, "unet_lr": 1e-4', {"lora.train_text_encoder": None}),
         ('"text_encoder_lr": 0, "unet_lr": 0, "learning_rate": 1e-4',
          {"lora.train_text_encoder": True, "optim.learning_rate": 1e-4}),
-        ('"lr_scheduler": "cosine", "lr_warmup": 10', {"optim.lr_warmup_ratio": 0.1}),
+        ('"lr_scheduler": "cosine", "lr_warmup": 10, "epoch": 3', {"optim.lr_warmup_ratio": 0.1}),
+        ('"lr_scheduler": "cosine", "lr_warmup": 10, "max_train_steps": 159', {"optim.lr_warmup_steps": 16}),
         ('"lr_scheduler": "cosine", "lr_warmup": 10, "lr_warmup_steps": 7', {"optim.lr_warmup_steps": 7}),
         ('"noise_offset": 0.1, "multires_noise_iterations": 6, "noise_offset_type": "Multires"',
          {"objective.noise_offset": None, "objective.multires_noise_iterations": 6}),
@@ -462,6 +470,18 @@ def test_each_key_of_the_table_has_the_outcome_of_its_row(row: MappingRow, tmp_p
     assert all(key in outcomes for key in keys)
     if row.kind == "unsupported":
         assert {outcomes[key] for key in keys} <= {"unsupported", "not-needed"}
+
+
+def test_rank_and_alpha_of_a_file(tmp_path: Path) -> None:
+    """``create_network_from_weights`` takes both from the file. Without the file the options count."""
+    weights = tmp_path / "a.safetensors"
+    text = f"network_dim = 4\nnetwork_alpha = 2\nnetwork_weights = '{weights}'\ndim_from_weights = true\n"
+    lost = imported(tmp_path, a_toml=text)
+    assert outcome_of(lost, "dim_from_weights") == "unsupported" and values_of(lost)["lora.alpha"] == 2
+    save_file({"lora_unet_mid_block_x.lora_down.weight": np.zeros((3, 8), np.float32)}, weights)
+    found = imported(tmp_path, a_toml=text)
+    assert outcome_of(found, "dim_from_weights") == "taken" and values_of(found)["lora.rank"] == "auto"
+    assert outcome_of(found, "network_alpha") == "not-needed" and "lora.alpha" not in values_of(found)
 
 
 @pytest.mark.parametrize("value", ["0", "true", "false", "'1e-3'", "[]", "[1, 'x']", "-5", "''", "{}", "1e30"])

@@ -23,7 +23,8 @@ DEFAULTS: dict[str, Any] = {
 SHARED: dict[str, Any] = {
     "model.family": "causal-lm", "model.name_or_path": "Qwen/Qwen3-4B-Instruct-2507", "data.max_length": 2048,
     "lora.rank": 8, "lora.alpha": 16, "lora.targets": "all-linear", "optim.weight_decay": 0,
-    "optim.lr_scheduler": "cosine", "optim.lr_warmup_ratio": 0.1, "train.epochs": 3, "train.batch_size": 1,
+    "optim.lr_scheduler": "cosine", "optim.lr_warmup_ratio": 0.1, "optim.lr_warmup_from_zero": True,
+    "train.epochs": 3, "train.batch_size": 1,
     "train.gradient_accumulation_steps": 8, "train.seed": 42, "train.mixed_precision": "bf16",
     "output.save_every_n_steps": 500,
 }  # fmt: skip

@@ -21,6 +21,16 @@ TOKEN = "hf_abcdefghijklmnopqrstuvwxyz1234"
         ("additional_parameters", "--wandb_api_key=0123456789abcdefghij --flip_aug"),
         ("args", ["--hub_token", "a", TOKEN]),
         ("key", "sk-abcdefghijklmnop"),
+        ("notes", "github_pat_11ABCDEFG0AbCdEfGhIjKl"),
+        ("notes", "glpat-AbCdEfGhIjKlMnOpQrSt"),
+        ("notes", "AKIAIOSFODNN7EXAMPLE"),
+        ("notes", "AIzaSyA1234567890abcdefghijklmnopqrstu"),
+        ("notes", "xoxb-123456789012-abcdefghijkl"),
+        ("notes", "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abcDEF123456"),
+        ("notes", "Authorization: Bearer abcdef0123456789abcdef"),
+        ("dataset", "https://me:passw0rd@example.org/x"),
+        ("notes", "-----BEGIN OPENSSH PRIVATE KEY-----"),
+        ("smtp_passwd", "x"),
     ],
 )
 def test_a_secret_is_never_shown(key: str, value: Value) -> None:
@@ -37,6 +47,10 @@ def test_a_secret_is_never_shown(key: str, value: Value) -> None:
         ("revision", "0123456789abcdef0123456789abcdef01234567"),
         ("pad_token", "<pad>"),
         ("num_vectors_per_token", 2),
+        ("path", "D:/sets/hf_portraits"),
+        ("path", "https://example.org:8080/x"),
+        ("prompt", "a bearer of good news"),
+        ("path", "C:/sk-portraits"),
     ],
 )
 def test_other_values_are_shown(key: str, value: Value) -> None:
@@ -66,6 +80,8 @@ def test_places() -> None:
         ("/a/b\\ c", "/a/b\\ c"),
         (' "D:\\x" ', "D:/x"),
         ("name", "name"),
+        ("C:\new\table\b", "C:/new/table/b"),
+        ("a\nb", "a\nb"),
     ],
 )
 def test_paths_have_forward_slashes(written: str, path: str) -> None:

@@ -66,6 +66,7 @@ def test_sdxl_with_several_data_sets() -> None:
         "optim.lr_scheduler_power": 0.8,
         "optim.lr_min_ratio": 0.005,
         "optim.lr_warmup_steps": 100,
+        "optim.lr_warmup_from_zero": True,
         "optim.max_grad_norm": 0.5,
         "optim.epsilon": 1e-6,
         "objective.min_snr_gamma": 5,

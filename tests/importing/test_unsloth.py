@@ -16,7 +16,7 @@ FOLDER = CONFIGS / "unsloth"
 SEVEN = r"(?:.*\.)?(?:q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 SHARED: dict[str, Any] = {
     "model.family": "causal-lm", "model.quantization": "nf4", "optim.optimizer": "adamw_8bit",
-    "optim.lr_scheduler": "linear", "optim.lr_warmup_steps": 5, "train.seed": 3407,
+    "optim.lr_scheduler": "linear", "optim.lr_warmup_steps": 5, "optim.lr_warmup_from_zero": True, "train.seed": 3407,
 }  # fmt: skip
 WHOLE: dict[str, dict[str, Any]] = {
     "train.yaml": {

@@ -187,3 +187,31 @@ def test_a_dora_on_a_packed_base_is_refused(folder: Path) -> None:
     with pytest.raises(AdapterError) as caught:
         family.predict(model, *example(family))
     assert caught.value.code == "dora-packed" and "int8" in str(caught.value)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "nf4"])
+def test_a_recomputed_block_unpacks_each_weight_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, quantization: str
+) -> None:
+    """Once in the forward pass, and once for recomputation and backward pass, in place of twice."""
+    family, model, adapter = trained(folder, quantization)
+    pack(model.components["unet"], quantised(quantization, ""))
+    family.fuse(model)
+    seen: list[PackedLinear] = []
+    dense = PackedLinear.dense
+
+    def watched(self: PackedLinear, *how: Any) -> Tensor:
+        seen.append(self)
+        return dense(self, *how)
+
+    monkeypatch.setattr(PackedLinear, "dense", watched)
+    found, counts = [], []
+    for run in (Recomputing(model), Recomputing(model, unpacks_once=True)):
+        family.recompute_activations(model, run)
+        seen.clear()
+        found.append(gradients(family, model, adapter))
+        counts.append(len(seen))
+    (loss_B, wanted), (again_B, kept) = found
+    assert torch.equal(loss_B, again_B) and all(torch.equal(kept[name], wanted[name]) for name in wanted)
+    inside = [layer for block in family.blocks(model) for layer in block.modules() if isinstance(layer, PackedLinear)]
+    assert 0 < counts[0] - counts[1] <= len(inside)

@@ -42,18 +42,20 @@ def test_what_is_kept_changes_no_byte_nor_does_a_change_on_the_way(material: Pat
     def recipe(way: str) -> Recipe:
         return make_recipe(material, **SECTIONS, runtime={"memory": way})
 
-    for way in ("keep", "recompute", "offload"):
+    for way in ("keep", "recompute", "attention", "inputs", "offload"):
         assert start(recipe(way), tmp_path / way)
         assert bytes_of(tmp_path / way) == bytes_of(tmp_path / "keep")
         assert images(tmp_path / way) == images(tmp_path / "keep") != []
         assert not [event for event in read_events(RunDir(tmp_path / way).events()) if event["type"] == "incident"]
-    rewound(tmp_path / "keep", tmp_path / "changed", 1)
-    assert start(recipe("offload"), tmp_path / "changed")
-    assert bytes_of(tmp_path / "changed") == bytes_of(tmp_path / "keep")
+    for before, way in (("keep", "offload"), ("inputs", "attention"), ("attention", "inputs")):
+        changed = tmp_path / f"{before} to {way}"
+        rewound(tmp_path / before, changed, 1)
+        assert start(recipe(way), changed)
+        assert bytes_of(changed) == bytes_of(tmp_path / "keep")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["auto", "selective", "recompute", "offload"])
+@pytest.mark.parametrize("mode", ["auto", "selective", "attention", "recompute", "inputs", "offload"])
 def test_on_a_gpu_every_way_trains_alike(material: Path, tmp_path: Path, mode: str) -> None:
     losses = []
     for way in ("keep", mode):

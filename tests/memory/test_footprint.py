@@ -31,11 +31,13 @@ from lora_rocm.families.common.unet.fused_unet import fuse
 from lora_rocm.families.objectives.base import Draws, Prediction
 from lora_rocm.families.objectives.loss import losses
 from lora_rocm.hardware.settings import Settings
+from lora_rocm.kernels.fingerprint import _place_weights
 from lora_rocm.memory import footprint as counting
 from lora_rocm.memory.footprint import adapter_bytes, count, counted, meta_model, state_bytes
 from lora_rocm.memory.op_counter import Ledger
 from lora_rocm.optim.base import GatedOptimizer
-from lora_rocm.planning.step_plan import Footprint, Rates, SampleCost, activation_bytes, by_worth
+from lora_rocm.planning.step_choice import by_worth
+from lora_rocm.planning.step_plan import Footprint, Rates, SampleCost, activation_bytes
 from lora_rocm.processes.jobs import PlanJob
 from lora_rocm.processes.tool import write_job
 from lora_rocm.recipe.kinds import recipe_from
@@ -104,14 +106,19 @@ class Real:
         for component in self.model.components.values():
             component.train()
 
-    def activations(self, chosen: list[nn.Module] | None, rows: int = 1) -> int:
-        """The most that a pass takes in addition to weights and gradients, in bytes."""
-        together = chosen is None
-        self.family.recompute_activations(self.model, Recomputing(self.model, chosen, together))
-        batch = self.family.example(self.shape, rows)
-        draws = self.family.objective.draw(batch, list(range(rows))).tensors
+    def activations(self, chosen: list[nn.Module] | None, rows: int = 1, apart: bool = False, **how: Any) -> int:
+        """The most that a pass takes in addition to weights and gradients, in bytes.
+
+        ``apart``: whether each block is recomputed alone even if all are.
+        """
+        together = chosen is None and not apart
+        self.family.recompute_activations(self.model, Recomputing(self.model, chosen, together, **how))
+        if how.get("inputs") is not None:  # its main memory, which is the CPU's too, is not counted
+            self.backward(rows)
         gc.collect()
+        batch, draws = self.inputs(rows)
         known = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
+        known += [_place_weights(CPU)] if how.get("inputs") is not None else []  # may be frozen, so not among them
         leaves = self.adapter.leaves.values()
         drops = [leaf.register_post_accumulate_grad_hook(_drop) for leaf in leaves]
         with Ledger(iter(known)) as ledger:
@@ -120,6 +127,15 @@ class Real:
             drop.remove()
         assert ledger.live_bytes == 0, "the pass is over: all has gone"
         return ledger.peak_bytes
+
+    def inputs(self, rows: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        batch = self.family.example(self.shape, rows)
+        return batch, self.family.objective.draw(batch, list(range(rows))).tensors
+
+    def backward(self, rows: int) -> None:
+        losses(self.family, self.model, *self.inputs(rows)).sum().backward()
+        for leaf in self.adapter.leaves.values():
+            leaf.grad = None
 
 
 def _drop(leaf: Tensor) -> None:

@@ -25,6 +25,7 @@ from lora_rocm.memory import manager as memory_module
 from lora_rocm.memory.footprint import count
 from lora_rocm.memory.manager import MemoryManager, apply, choose_from, decide, rates_here
 from lora_rocm.planning import step_plan
+from lora_rocm.planning.step_choice import choose, parts_of, plans_of
 from lora_rocm.planning.step_plan import (
     Footprint,
     Mode,
@@ -32,9 +33,6 @@ from lora_rocm.planning.step_plan import (
     Rates,
     StepRequirements,
     activation_bytes,
-    choose,
-    parts_of,
-    plans_of,
     resident_bytes,
 )
 from lora_rocm.recipe.kinds import recipe_from
@@ -135,7 +133,8 @@ class Machine:
     def taken(self) -> int:
         plan, net = self.memory.plan, self.memory.footprint
         assert plan is not None and net is not None
-        activations = self.factor * plan.rows * activation_bytes(net, plan.recomputed, plan.offloaded)
+        of_blocks = (plan.recomputed, plan.offloaded, plan.attention, plan.offloads_inputs)
+        activations = self.factor * plan.rows * activation_bytes(net, *of_blocks)
         return int(resident_bytes(net, plan.offloaded) + activations)
 
     def run(self, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> None:
@@ -331,6 +330,8 @@ def _gradients(model: LoadedModel) -> list[Tensor]:
         ("recompute", False, True, False),
         ("offload", False, True, True),
         ("offload", True, True, True),
+        ("attention", False, True, False),
+        ("inputs", False, True, False),
     ],
 )
 def test_on_the_cpu_it_is_as_the_recipe_says(
@@ -339,14 +340,14 @@ def test_on_the_cpu_it_is_as_the_recipe_says(
     asked = recipe(memory, gradient_checkpointing=checkpointing and memory == "auto")
     settings, family = Settings(micro_batch_parts=2, checkpointing=checkpointing), Chain()
     found = decide(asked, family, CPU, torch.float32, settings, SampleShape.of(h=32, w=32), NOBODY)  # type: ignore[arg-type]
-    assert (found.recomputes, found.offloads, found.plan) == (recomputes, offloads, None)
-    assert found.parts == 2 and found.recomputes_all == recomputes
+    assert (found.recomputes, found.asked == "offload", found.plan) == (recomputes, offloads, None)
+    assert found.parts == 2 and found.recomputes_all == (recomputes and memory != "attention")
 
 
 def test_a_gpu_is_measured_unless_each_start_has_to_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, gpu, measured, pinned = recipe(), torch.device("cuda"), Rates(flops=7e14, known=True), []
 
-    def measure(device: torch.device, dtype: torch.dtype, pin: bool) -> Rates:
+    def measure(device: torch.device, dtype: torch.dtype, pin: bool, attending: object) -> Rates:
         pinned.append(pin)
         return measured
 
@@ -408,7 +409,7 @@ def test_a_plan_is_put_into_a_model(footprint: Footprint) -> None:
     family, model = Chain(), LoadedModel({"net": Layers()}, torch.float32, CPU)
     wanted = _gradients(model)
     plans = {plan.mode: plan for plan in _all(footprint, StepRequirements(batch_size=1))}
-    for mode in ("selective", "recompute", "keep", "offload"):
+    for mode in ("selective", "attention", "recompute", "inputs", "keep", "offload"):
         model.components["net"].zero_grad()
         door = DeviceTransfer(CPU, pin=False)
         offload = apply(plans[mode], family, model, door, pin=False, again=True)  # type: ignore[arg-type]
@@ -430,3 +431,34 @@ def test_selective_on_the_cpu_recomputes_some(tmp_path: Path) -> None:
     asked = recipe("selective").model_copy(update={"cache": recipe().cache.model_copy(update={"dir": str(tmp_path)})})
     found = decide(asked, family_for(asked), CPU, torch.float32, Settings(), SampleShape.of(h=64, w=64), NOBODY)
     assert found.plan is not None and found.plan.mode == "selective" and not found.recomputes_all
+
+
+def test_what_waits_in_main_memory_stays_there_when_memory_runs_out(footprint: Footprint) -> None:
+    """The relief recomputes all of all blocks, but moves their inputs all the same."""
+    family: Any = Chain()
+    model = LoadedModel({"net": Layers()}, torch.float32, CPU)
+    wanted = _gradients(model)
+    for asked, all_given_up in (("inputs", True), ("attention", False), ("recompute", True)):
+        memory = MemoryManager(StepRequirements(), True, asked)  # type: ignore[arg-type]
+        model.place(memory.placement(family, model, DeviceTransfer(CPU, pin=False), pin=False))
+        memory.apply(family, model)
+        assert memory.recomputes_all is all_given_up and (memory.inputs is not None) == (asked == "inputs")
+        family.recompute_activations(model, memory.least_recomputing(family, model))
+        before = 0 if memory.inputs is None else memory.inputs.moved_bytes
+        model.components["net"].zero_grad()
+        assert all(torch.equal(a, b) for a, b in zip(_gradients(model), wanted, strict=True))
+        assert (memory.inputs is not None and memory.inputs.moved_bytes > before) == (asked == "inputs")
+
+
+def test_inputs_of_an_earlier_plan_are_gone_before_the_next_one_takes_its_own(footprint: Footprint) -> None:
+    family: Any = Chain()
+    model = LoadedModel({"net": Layers()}, torch.float32, CPU)
+    memory = MemoryManager(StepRequirements(), True, "inputs")
+    model.place(memory.placement(family, model, DeviceTransfer(CPU, pin=False), pin=False))
+    memory.apply(family, model)
+    _gradients(model)
+    assert memory.inputs is not None
+    before = weakref.ref(memory.inputs)
+    memory.asked = "recompute"
+    memory.apply(family, model, again=True)
+    assert memory.inputs is None and before() is None

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from lora_rocm.device.allocator import PIECE_BYTES, taken_bytes
+from lora_rocm.kernels.backend import Implementation, note_shared, shared_noted
+from lora_rocm.kernels.token_loss import to_loss_gradient
 from lora_rocm.memory import op_counter
 from lora_rocm.memory.op_counter import Ledger, fused_attention
 
@@ -82,7 +84,7 @@ def test_fused_attention_keeps_no_scores(fused: bool, squares: int) -> None:
     scores = 2 * tokens * tokens * 4
     assert ledger.peak_bytes >= squares * scores
     assert fused == (ledger.peak_bytes < scores)
-    assert ledger.tally.flops >= 3 * 2 * 2 * 2 * tokens * tokens * width
+    assert ledger.tally.flops + ledger.tally.attention_flops >= 3 * 2 * 2 * 2 * tokens * tokens * width
 
 
 @pytest.mark.parametrize("heads", [2, 4])
@@ -97,7 +99,7 @@ def test_attention_called_by_keyword_is_counted_as_by_position(heads: int) -> No
     with fused_attention(), Ledger(iter([query, full])) as by_position:
         wanted = attend(query, full, full)
     assert found.shape == wanted.shape == query.shape
-    assert by_keyword.tally.flops == by_position.tally.flops > 0
+    assert by_keyword.tally.attention_flops == by_position.tally.attention_flops > 0
 
 
 def test_an_operation_on_the_same_shapes_again_counts_as_the_first_time() -> None:
@@ -150,3 +152,27 @@ def test_reused_results_are_those_of_pytorch_s_shape_rules() -> None:
         reuses = bool(ledger._made and ledger._written)
         assert reuses == (len(seen) == 1), "the control reuses nothing"
     assert seen[0] == seen[1]
+
+
+def test_what_samples_share_is_known_in_the_peak() -> None:
+    ledger = Ledger(iter([]))
+    make = lambda mib: torch.empty(mib * 2**20, dtype=torch.uint8, device="meta")  # noqa: E731
+    with shared_noted(ledger.note_shared), ledger:
+        own, shared = make(1), note_shared(make(4))
+        assert (ledger.peak_bytes, ledger.shared_peak_bytes) == (5 * 2**20, 4 * 2**20)
+        del shared
+        later = make(2)
+        assert ledger.shared_peak_bytes == 2 * 2**20, "three of the samples' own at the most"
+        assert ledger.mark() == 5 * 2**20 and ledger.shared_peak_bytes == 0
+        del own, later
+    note_shared(make(1))
+    assert (ledger.live_bytes, ledger.shared_peak_bytes) == (0, 0), "outside it is not counted"
+
+
+@pytest.mark.parametrize(("implementation", "least", "most"), [("triton", 0, 4096), ("eager", 2**20, 2**24)])
+def test_logits_that_a_kernel_overwrites_are_not_copied(implementation: Implementation, least: int, most: int) -> None:
+    logits_NV, labels_N = (torch.zeros(64, width, device="meta") for width in (2**13, 1))
+    ledger = Ledger(iter([logits_NV, labels_N]))
+    with ledger:
+        to_loss_gradient(logits_NV, labels_N[:, 0].long(), -100, implementation)
+    assert least <= ledger.peak_bytes <= most

@@ -207,6 +207,21 @@ def test_a_group_with_half_the_rate_goes_half_the_way(section: OptimSection) -> 
 
 
 @each_rule
+def test_a_first_rate_of_0_moves_no_weight_and_harms_no_state(section: OptimSection) -> None:
+    if section.averages:  # a rule refuses it
+        return
+    keys = {"lr_warmup_from_zero": True, "lr_warmup_steps": 2}
+    optimizer = make(section.model_copy(update=keys))
+    before = {name: weight.clone() for name, weight in optimizer.parameters.items()}
+    for number in range(3):
+        set_gradients(optimizer, number)
+        optimizer.step(number, FREE)
+        moved = [name for name, weight in optimizer.parameters.items() if not torch.equal(weight, before[name])]
+        assert moved == ([] if number == 0 else [*before])
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in everything(optimizer).values())
+
+
+@each_rule
 def test_state_of_another_optimizer_is_refused(section: OptimSection) -> None:
     optimizer = make(section)
     state = {name: tensor.clone() for name, tensor in optimizer.state().items()}

@@ -37,16 +37,12 @@ def of_diffusers(name: str, **keys: Any) -> list[float]:
 @pytest.mark.parametrize(("theirs", "ours"), [
     ("constant_with_warmup", "constant"), ("linear", "linear"), ("cosine", "cosine"), ("polynomial", "polynomial")
 ])  # fmt: skip
-def test_the_warm_up_of_other_programs_as_the_docs_say(theirs: str, ours: str) -> None:
-    """Their first update has the rate 0; with a step of warm-up and of the run less, the others follow exactly."""
-    there = of_diffusers(theirs)[:STEPS]
+def test_the_warm_up_of_other_programs(theirs: str, ours: str) -> None:
+    there = of_diffusers(theirs)
     assert there[0] == 0.0
-    if ours == "polynomial":  # its floor is 1e-7
-        there = [max(0.0, (rate - 1e-7) / (1 - 1e-7)) if place > WARMUP else rate for place, rate in enumerate(there)]
-    here = factors(STEPS - 1, lr_scheduler=ours, lr_warmup_steps=WARMUP - 1)[: STEPS - 1]
-    assert here == pytest.approx(there[1:], abs=1e-6)
-    plain = factors(STEPS, lr_scheduler=ours, lr_warmup_steps=WARMUP)[:STEPS]
-    assert plain != pytest.approx(there, abs=1e-3), "the control"
+    keys = {"lr_scheduler": ours, "lr_warmup_steps": WARMUP} | ({"lr_min_ratio": 1e-7} if ours == "polynomial" else {})
+    assert factors(**keys, lr_warmup_from_zero=True) == pytest.approx(there, abs=1e-12)
+    assert factors(**keys) != pytest.approx(there, abs=1e-3), "the control"
 
 
 def test_the_warm_up() -> None:

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lora_rocm.planning.step_choice import by_worth, choose, parts_of, plans_of, smallest, spread, table
 from lora_rocm.planning.step_plan import (
     GRAPH_BYTES,
+    IN_FLIGHT,
     MODES,
     PROOF_BUFFERS,
     SLACK_BYTES,
@@ -25,17 +27,14 @@ from lora_rocm.planning.step_plan import (
     Plan,
     Rates,
     SampleCost,
+    StepChoice,
     StepRequirements,
     activation_bytes,
-    by_worth,
-    choose,
     correction,
-    parts_of,
-    plans_of,
     resident_bytes,
-    smallest,
-    spread,
-    table,
+    step_seconds,
+    unpacked_bytes,
+    without_main_memory,
 )
 
 MIB = 2**20
@@ -108,6 +107,112 @@ def test_time_by_hand() -> None:
     assert again.step_s - keep.step_s == pytest.approx(3 * (4 * 3e9 / 1e12 + 2 * 6 * 1e-5))
     *_, waiting = plans_of("offload", 2, net, job, replace(RATES, bus_bytes=1e6))
     assert waiting.step_s == pytest.approx(3 * 2 * 2 * 20 * MIB / 1e6)  # the bus is what takes longest
+
+
+def with_more(net: Footprint, **each: list[int]) -> Footprint:
+    """The blocks with these attention_bytes, input_bytes or dense_bytes; attention takes a tenth of each forward."""
+    tenth = lambda cost: SampleCost(cost.flops / 10, 0.0, 0)  # noqa: E731
+    changed = [
+        replace(block, attention=tenth(block.forward), **{name: values[index] for name, values in each.items()})
+        for index, block in enumerate(net.blocks)
+    ]
+    return replace(net, blocks=tuple(changed))
+
+
+def test_kept_attention_and_moved_inputs_by_hand() -> None:
+    net = with_more(
+        row_of_blocks([10 * MIB, 20 * MIB, 30 * MIB]),
+        attention_bytes=[MIB, 2 * MIB, 3 * MIB],
+        input_bytes=[0, MIB, MIB],
+    )
+    every = (0, 1, 2)
+    plain = activation_bytes(net, every)
+    assert activation_bytes(net, every, (), every) == plain + (1 + 2) * MIB, "of the blocks before the last"
+    # At the peak, in the backward pass of block 2, the input of block 1 is away; slots and one on its way are added.
+    assert activation_bytes(net, every, (), (), True) == plain - MIB + (SLOTS + IN_FLIGHT - 1) * MIB
+    assert activation_bytes(net, (), (), (), True) == activation_bytes(net, ()), "only those of recomputed blocks move"
+    packed = with_more(net, dense_bytes=[MIB, 7 * MIB, 2 * MIB])
+    assert unpacked_bytes(packed, StepChoice(every, unpacks_once=True)) == 7 * MIB
+    assert unpacked_bytes(packed, StepChoice((0, 2), unpacks_once=True)) == 2 * MIB
+    assert unpacked_bytes(packed, StepChoice(every)) == 0
+
+
+def test_the_time_of_what_is_given_up_by_hand() -> None:
+    net = with_more(row_of_blocks([MIB, MIB], flops=[1e9, 2e9]), attention_bytes=[1, 1], input_bytes=[MIB, MIB])
+    job, every = StepRequirements(graphs=True), (0, 1)
+
+    def taken(choice: StepChoice, rates: Rates = RATES) -> float:
+        return step_seconds(1, choice, net, job, rates)
+
+    again = taken(StepChoice(every))
+    assert again - taken(StepChoice(every, attention=every)) == pytest.approx(0.3e9 / 1e12)
+    assert taken(StepChoice(every, offloads_inputs=True)) - again == pytest.approx(2 * 2 * MIB / RATES.moved_bytes)
+    slow = replace(RATES, bus_bytes=1e6, back_bytes=2e6)  # each direction takes longer than its pass
+    assert taken(StepChoice(every, offloads_inputs=True), slow) == pytest.approx(2 * MIB / 1e6 + 2 * MIB / 2e6)
+    packed = replace(net, blocks=tuple(replace(block, dense_bytes=4, unpacking_bytes=10**6) for block in net.blocks))
+    once, twice = (step_seconds(1, StepChoice(every, unpacks_once=way), packed, job, RATES) for way in (True, False))
+    assert twice - once == pytest.approx(2 * 10**6 / RATES.moved_bytes)
+    four = StepRequirements(batch_size=4, graphs=True)
+    for parts in (1, 2, 4):  # the counted work unpacks for each sample, but the samples of a part share a weight
+        less = step_seconds(parts, StepChoice(every), net, four, RATES)
+        less -= step_seconds(parts, StepChoice(every), packed, four, RATES)
+        assert less == pytest.approx((4 - parts) * 3 * 2 * 10**6 / RATES.moved_bytes)
+    fast = replace(RATES, bus_bytes=1e15)
+    checked = taken(StepChoice(every, every), fast) - taken(StepChoice(every), fast)
+    assert checked == pytest.approx(2 * 20 * MIB / RATES.moved_bytes), "the fingerprints of fetched weights"
+
+
+def test_memory_that_samples_share_is_counted_once() -> None:
+    """Dense weights, and logits that are computed in pieces of a fixed size."""
+    net = row_of_blocks([10 * MIB, 20 * MIB, 30 * MIB])
+    blocks = tuple(replace(block, again_shared_bytes=MIB, passing_shared_bytes=MIB) for block in net.blocks)
+    moments = tuple(replace(moment, shared_bytes=2 * MIB) for moment in net.moments)
+    shared = replace(net, blocks=blocks, moments=moments)
+    for chosen, less in (((), 2), ((2,), 1)):
+        assert activation_bytes(shared, chosen) == activation_bytes(net, chosen)
+        assert activation_bytes(shared, chosen, rows=3) == 3 * activation_bytes(net, chosen) - 2 * less * MIB
+    whole = replace(net, recomputed_bytes=9 * MIB, recomputed_shared_bytes=4 * MIB)
+    assert activation_bytes(whole, (0, 1, 2), rows=3) == (3 * 9 - 2 * 4) * MIB
+    assert Footprint.from_json(json.loads(json.dumps(shared.to_json()))) == shared
+
+
+def test_attention_is_kept_until_it_is_worth_more_than_another_block() -> None:
+    """A block first gives up what costs least per byte; where that is attention itself, all of it at once."""
+    net = with_more(row_of_blocks([10 * MIB, 10 * MIB], flops=[1e9, 4e9]), attention_bytes=[MIB // 2, MIB // 2])
+    found = [plan.choice for plan in plans_of("selective", 1, net, StepRequirements(), RATES)]
+    assert [(choice.recomputed, choice.attention) for choice in found] == [((0,), (0,)), ((0,), ()), ((0, 1), (1,))]
+    cheap = with_more(row_of_blocks([10 * MIB, 10 * MIB], flops=[1e9, 4e9]), attention_bytes=[9 * MIB, 9 * MIB])
+    assert [plan.attention for plan in plans_of("selective", 1, cheap, StepRequirements(), RATES)] == [()]
+    never = StepRequirements(keeps_attention=False)
+    assert all(not plan.attention for mode in MODES for plan in plans_of(mode, 1, net, never, RATES))
+
+
+def test_what_is_not_allowed_is_not_chosen() -> None:
+    net = with_more(
+        row_of_blocks([10 * MIB] * 3), attention_bytes=[MIB] * 3, input_bytes=[MIB] * 3, dense_bytes=[MIB] * 3
+    )
+    plans = [plan for mode in MODES for plan in plans_of(mode, 1, net, StepRequirements(), RATES)]
+    assert {plan.mode for plan in plans if plan.offloads_inputs} == {"selective", "inputs", "offload"}
+    assert {plan.mode for plan in plans if plan.unpacks_once} == {*MODES} - {"keep"}
+    shared = StepRequirements(modes=without_main_memory(MODES), unpacks_once=False)
+    found = [plan for mode in shared.modes for plan in plans_of(mode, 1, net, shared, RATES)]
+    assert not any(plan.offloads_inputs or plan.offloaded or plan.unpacks_once for plan in found)
+
+
+def test_inputs_go_before_weights_where_the_bus_would_hold_the_step_up() -> None:
+    """As a language model of many blocks: inputs are small, weights are not."""
+    net = with_more(
+        row_of_blocks([40 * MIB] * 12, weights=[200 * MIB] * 12, flops=[2e10] * 12), input_bytes=[0, *[MIB] * 11]
+    )
+    job = StepRequirements(graphs=False)
+    here = smallest(net, replace(job, modes=("keep", "selective", "recompute")), RATES).needed_bytes
+    moved = next(plans_of("inputs", 1, net, job, RATES)).needed_bytes
+    assert moved < here
+    found = choose(here - 1, net, job, RATES)
+    assert found is not None and not found.offloaded and found.offloads_inputs
+    alone = replace(job, modes=("keep", "selective", "recompute", "offload"))
+    assert (other := choose(here - 1, net, alone, RATES)) is not None
+    assert other.offloaded and other.step_s > found.step_s, "the control"
 
 
 def test_what_comes_and_goes_needs_more_than_its_bytes() -> None:

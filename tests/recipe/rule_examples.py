@@ -29,7 +29,7 @@ OF_SOURCES: Mapping[str, Any] = {
 RATES: Mapping[str, Any] = {
     "learning_rate": 1e-3, "text_encoder_learning_rate": 1e-3, "embedding_learning_rate": 1e-3,
     "lr_scheduler": "cosine", "lr_scheduler_num_cycles": 2, "lr_cosine_steps": 5, "lr_scheduler_power": 2.0,
-    "lr_min_ratio": 0.1, "lr_warmup_steps": 5, "lr_warmup_ratio": 0.1,
+    "lr_min_ratio": 0.1, "lr_warmup_steps": 5, "lr_warmup_ratio": 0.1, "lr_warmup_from_zero": True,
 }  # fmt: skip
 """Key of ``optim`` that a relative step does not read -> a value that is not its default."""
 WATCHING = {"train.validation_every_n_steps": 5}
@@ -126,6 +126,8 @@ EXAMPLES: dict[str, Example] = {
         f"schedule-reads:{name}": {f"optim.{name}": RATES[name]}
         for name in ("lr_scheduler_num_cycles", "lr_cosine_steps", "lr_scheduler_power", "lr_min_ratio")
     },
+    "no-effect:optim.lr_warmup_from_zero,lr_warmup_steps": {"optim.lr_warmup_from_zero": True},
+    "average-needs-a-first-rate": {**AVERAGES, "optim.lr_warmup_from_zero": True, "optim.lr_warmup_steps": 5},
     "average-in-place-of-schedule": {**AVERAGES, "optim.lr_scheduler": "cosine"},
     "warmup-init-needs-relative-step": {"optim.optimizer": "adafactor", "optim.warmup_init": True},
     **{f"relative-step-has-its-rate:{name}": {**RELATIVE, f"optim.{name}": value} for name, value in RATES.items()},
@@ -177,6 +179,7 @@ EXAMPLES: dict[str, Example] = {
     **_both("output", "save_every_n_steps", "save_every_n_epochs"),
     "a-source-has-no-larger-batches": {"data.sources": [{"path": "a", "max_batch_size": 2}]},
     "compiled-for-gpus": {"runtime.device": "cpu", "runtime.compile": "full"},
+    "compiled-blocks-are-recomputed-plainly": {"runtime.compile": "regional", "runtime.memory": "attention"},
     "activations-are-kept-or-recomputed": {"runtime.memory": "keep", "train.gradient_checkpointing": True},
     **{
         f"alone:{name}": {name: value}

@@ -239,14 +239,14 @@ def test_a_roll_back_draws_other_noise_for_the_same_data_however_often_it_is_int
     shutil.copytree(stopped, tmp_path / "forgetful")
     assert start(recipe, stopped)  # it is saved: nobody has to repeat it
     assert bytes_of(stopped) == bytes_of(straight)
-    restore = resume._restore
+    restore = resume.restore
 
     def forgetful(*args: Any) -> Any:
         position = restore(*args)
         position.attempt = 0
         return position
 
-    monkeypatch.setattr(resume, "_restore", forgetful)  # negative control
+    monkeypatch.setattr(resume, "restore", forgetful)  # negative control
     assert start(recipe, tmp_path / "forgetful") and bytes_of(tmp_path / "forgetful") != bytes_of(straight)
 
 

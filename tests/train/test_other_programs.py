@@ -19,7 +19,8 @@ from lora_rocm.families.base import LoadedModel
 from lora_rocm.families.objectives.base import Prediction
 from lora_rocm.hardware.memory_budget import GIB
 from lora_rocm.memory import manager, oom_recovery
-from lora_rocm.planning.step_plan import Plan, Rates, StepRequirements, choose
+from lora_rocm.planning.step_choice import choose
+from lora_rocm.planning.step_plan import Plan, Rates, StepRequirements
 from lora_rocm.train import load_model, standalone
 from tests.commands.test_plan import net, recipe
 from tests.device.fake_card import GPU, KEPT_FREE, LIBRARIES, SETTINGS, TOTAL, FakeCard

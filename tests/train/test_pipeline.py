@@ -159,8 +159,8 @@ def test_a_resume_that_forgets_something_gives_other_bytes(
     recipe = make_recipe(material)
     rewound(straight, tmp_path / "stopped")
     if forgotten == "position":
-        restore = resume._restore
-        monkeypatch.setattr(resume, "_restore", lambda *args: Position(iteration=2, updates=restore(*args).updates))
+        restore = resume.restore
+        monkeypatch.setattr(resume, "restore", lambda *args: Position(iteration=2, updates=restore(*args).updates))
     elif forgotten == "optimizer":
         monkeypatch.setattr("lora_rocm.optim.base.GatedOptimizer.load", lambda self, *tensors: self.state_guard.reset())
     else:

@@ -230,7 +230,7 @@ def test_state_of_another_optimizer_is_refused() -> None:
 
 
 RAW = {
-    "part_to_resume": {"train/checkpoint.py", "train/load_model.py", "train/pipeline.py"},
+    "part_to_resume": {"train/checkpoint.py", "train/load_model.py", "train/resume.py"},
     "averaged": {"optim/schedule_free.py", "optim/update_rule.py"},
     "FILE_OF": {"rundir/layout.py", "rundir/checkpoint_record.py", "train/checkpoint.py"},
 }

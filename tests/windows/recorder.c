@@ -3,6 +3,8 @@
  * Under any name it appends one JSON line to the file RECORDER_LOG: its name, its command line as it came, the arguments
  * as a C program reads them, the current folder and the environment. It prints RECORDER_SAYS_<name>, and exits with the
  * next number of the list RECORDER_CODES_<name> (the last one repeats; 0 without a list); a - of the name is a _ there.
+ * With RECORDER_ASKS_<name>, a folder, it writes the same line to the file "question" there, waits for the file "answer",
+ * prints all but its first line, and exits with the number in that line.
  * Named launch.exe it starts the command line that the file RECORDER_LINE holds, without a shell in between, and records
  * the exact exit code. Text is UTF-8. */
 #include <windows.h>
@@ -90,6 +92,31 @@ static int launch(const wchar_t *log) {
     return 0;
 }
 
+static int ask(const wchar_t *folder) {
+    static char answer[1 << 20];
+    wchar_t path[1000], made[1000];
+    char *rest;
+    FILE *file = NULL;
+    swprintf(path, 1000, L"%ls\\question.part", folder);
+    append(path, text, used);
+    swprintf(made, 1000, L"%ls\\question", folder);
+    if (!MoveFileW(path, made))
+        exit(253);
+    swprintf(path, 1000, L"%ls\\answer", folder);
+    for (int waited = 0; !file; waited++, Sleep(20)) {
+        if (waited == 2000)
+            exit(254);
+        file = _wfopen(path, L"rb");
+    }
+    answer[fread(answer, 1, sizeof answer - 1, file)] = 0;
+    fclose(file);
+    _wremove(path);
+    long code = strtol(answer, &rest, 10);
+    fputs(rest + 1, stdout);
+    fflush(stdout);
+    return code;
+}
+
 int _dowildcard = 0; /* arguments stay as they are */
 
 int wmain(int count, wchar_t **arguments) {
@@ -113,6 +140,9 @@ int wmain(int count, wchar_t **arguments) {
         put(p > environment ? ", " : ""), put_string(p);
     put("]}\n");
     append(log, text, used);
+    const wchar_t *asked = named(L"RECORDER_ASKS_", name);
+    if (asked)
+        return ask(asked);
     const wchar_t *says = named(L"RECORDER_SAYS_", name);
     if (says) {
         char narrow[4096];

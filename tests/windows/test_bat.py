@@ -25,6 +25,7 @@ STEPS = {
     "resume": ("my.yaml", [], ["train", "--resume", "latest", "my.yaml"]),
     "doctor": ("--json", [], ["doctor", "--json"]),
     "sample": ('runs\\x --prompt "a cat"', [], ["sample", "runs\\x", "--prompt", "a cat"]),
+    "ui": ("--port 9000", [], ["ui", "--port", "9000"]),
     "test": ("-k name", ["--dev"], ["-m", "pytest", "-n", "2", "-k", "name"]),
 }
 
@@ -180,7 +181,7 @@ def test_a_folder_without_a_usable_recipe_is_not_trained(stage: Stage) -> None:
     assert outcome.code == 2 and [call.arguments[0] for call in outcome.calls[2:]] == ["new"]
 
 
-@pytest.mark.parametrize("ending", [".toml", ".json", ".JSON"])
+@pytest.mark.parametrize("ending", [".toml", ".JSON", ".sh", ".bat", ".ipynb"])
 def test_a_dropped_configuration_of_another_trainer_is_imported(stage: Stage, ending: str) -> None:
     file = stage.root.parent / f"it's & my (x) \u00fc{ending}"
     file.touch()
@@ -315,7 +316,7 @@ def test_text_is_utf8_and_the_users_variables_survive(stage: Stage) -> None:
 
 
 def test_programs_in_the_current_folder_are_not_looked_for(stage: Stage) -> None:
-    """By ``cmd``, for which Wine 8 has no ear, and by whatever is started; a prompt of the user's is as it was."""
+    """By ``cmd``, for which Wine 8 has no ear, and by any started program; a prompt of the user's is as it was."""
     name = "NoDefaultCurrentDirectoryInExePath"
     assert all(call.environment[name] == "1" for call in stage.prompt("train.bat", "x.yaml").calls)
     command = stage.prompt("shell.bat", "py x", says=ENV).calls[-1]

@@ -161,7 +161,7 @@ class LoraAdapter(Adapter):
         return {name: weight for name, weight in found.items() if weight.ndim == 2}
 
     def fill(self, layer: Any, entry: LoraEntry) -> None:
-        """Copy the entry's effect. The layer may have another scale than the file, and a higher rank."""
+        """Copy the entry's effect. The layer may have a different scale than the file, and a higher rank."""
         layer.lora_A[PEFT_NAME].weight[: entry.rank].copy_(entry.down)
         layer.lora_B[PEFT_NAME].weight.zero_()[:, : entry.rank].copy_(entry.up * (entry.scale / trained_scale(layer)))
         if PEFT_NAME in layer.lora_magnitude_vector:

@@ -1,7 +1,7 @@
 """Common code of LyCORIS' adapter kinds: layers, names of their tensors, and files with two factors.
 
-The layers are PEFT's with another forward pass. It draws random numbers only for dropout, whereas PEFT's forward pass
-draws one in every call.
+The layers are PEFT's, but their forward pass draws random numbers only for dropout. PEFT's forward pass draws one in
+every call.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A module is named ``component.path`` ("unet.mid_block...to_q"), but a file may name it differently. One weight of a file
 may cover several modules (query, key and value as one ``qkv``), or several weights of a file may form one module.
-``KeyTable`` describes both cases as ranges of rows.
+``KeyTable`` describes both cases as ranges of rows. The names themselves are ``families.lora_file_names``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class KeyTable:
 
     Args:
         components: the model's components.
-        rows_of: function of the file format that names the keys of a module (see ``FileNames``).
+        rows_of: function of the file format that names the keys of a module (see ``LoraFileNames``).
 
     Attributes:
         parts: maps a key to its slices, ordered by their rows in the key's weight.
@@ -148,5 +148,7 @@ class KeyTable:
             except ValueError as error:
                 unfit[key] = f"{error} ({', '.join(part.module for part in ours)})"
         if unfit:
-            raise ValueError(f"{len(unfit)} weights, for example {next(iter(unfit))}: {next(iter(unfit.values()))}")
+            raise ValueError(
+                f"{len(unfit)} weights are affected, for example {next(iter(unfit))}: {next(iter(unfit.values()))}"
+            )
         return found

@@ -90,7 +90,7 @@ def read_lora(
 def read_for_model(
     family: ModelFamily, model: LoadedModel, path: Path, notify: Notify, norms: dict[str, Tensor] | None = None
 ) -> tuple[FileKind, dict[str, Entry]]:
-    """Call ``read_adapter``, but also accept a file that adapts text encoders that the model has not loaded."""
+    """Like ``read_adapter``, but text encoders that the file adapts need not be loaded."""
     absent = {name: family.skeleton(name) for name in family.text_components if name not in model.components}
     return read_adapter(family, {**model.components, **absent}, path, notify, norms)
 
@@ -111,7 +111,7 @@ def read_adapter(
     notify: Notify = lambda text: None,
     norms: dict[str, Tensor] | None = None,
 ) -> tuple[FileKind, dict[str, Entry]]:
-    """Read an adapter like ``read_lora``. Return its file kind, and its entries keyed by module name.
+    """Read an adapter as ``read_lora`` does. Return its file kind, and its entries keyed by module name.
 
     ``norms`` receives the trained norms of a file with kohya's names. If it is None, a file with trained norms is
     refused.
@@ -204,10 +204,10 @@ def _entries(
 
 
 def _qkv_rows(files: LoraFileNames) -> RowsOf:
-    """Return a function like ``LoraFileNames.original`` for XLabs' FLUX files.
+    """Return the equivalent of ``LoraFileNames.original`` for XLabs' FLUX files.
 
-    These files fuse only query, key and value where the original release fuses them with more weights (``linear1``).
-    All other modules have no rows.
+    Where the original release fuses query, key and value with further weights (``linear1``), these files fuse only the
+    three. The function returns no rows for any other module.
     """
 
     def rows_of(component: str, module: str, rows: int) -> Rows:
@@ -292,10 +292,10 @@ def _doubt(name: str, origin: Origin, family: ModelFamily) -> int:
 
 
 def _of_this_model(family: ModelFamily, names: Sequence[str], known: Sequence[str], origin: Origin) -> str:
-    """Return a name that only the base model's family uses, from a file with names of ``origin``; "" if there is none.
+    """Return a name in the file that only the base model's family uses, or "" if there is none.
 
-    Such a name shows that the file mixes two models. Among ``known`` modules, ``origin`` must not have the name. Among
-    ``names``, no family except the base model's may use it.
+    If the file also has names of ``origin``, such a name shows that it mixes two models. A name in ``known`` counts if
+    ``origin`` does not use it. A name in ``names`` counts if no other family uses it.
     """
     for name in known:
         each = origin_of([name])

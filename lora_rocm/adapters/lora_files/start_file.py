@@ -32,7 +32,8 @@ def check_start(
         path: path of the file.
 
     Raises:
-        AdapterError: init-from-kind, init-from-axis, init-from-beyond, init-from-unfit.
+        AdapterError: the file cannot start the adapter (init-from-kind, init-from-axis, init-from-beyond,
+            init-from-unfit).
     """
     if files is not adapter.files:
         what = f"The file is a {files.name}, but the recipe trains a {adapter.files.name}."

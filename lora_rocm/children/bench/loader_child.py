@@ -54,7 +54,7 @@ class Decoder:
     """Loads batches from the image files: it decodes, scales and crops them, as when the cache is filled.
 
     entry: name of a cache entry that depends only on the image.
-    images: cache key -> item and sample.
+    images: item and sample, keyed by cache key.
     """
 
     entry: str

@@ -1,4 +1,4 @@
-"""Reads images with Pillow: sizes from headers, and pixels of any mode as 8-bit sRGB."""
+"""Reads images with Pillow: sizes from headers, and pixels of any mode as 8-bit sRGB, resized and cropped."""
 
 from __future__ import annotations
 

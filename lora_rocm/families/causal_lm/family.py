@@ -91,7 +91,7 @@ class CausalLM:
     inpaints = False
     all_components = (COMPONENT,)
     encoder_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
-    files = LoraFileNames(  # no format of the spec is read by diffusers
+    lora_file_names = LoraFileNames(  # no format of the spec is read by diffusers
         {COMPONENT: "base_model.model."}, "folded", lambda _, module: f"base_model.model.{module}", lambda *file: {}
     )
     lora_targets = {
@@ -192,7 +192,7 @@ class CausalLM:
 
     @property
     def start_entry(self) -> EntrySpec | None:
-        """As ``ComparesWithStart.start_entry``: the log-probabilities of a pair's answers, needed for DPO."""
+        """Implements ``ComparesWithStart.start_entry``: the log-probabilities of a pair's answers, needed for DPO."""
         if not self._asked.compares_pairs:
             return None
         return EntrySpec("start", (CAPTION,), {START: TensorSpec("float32", "P")})
@@ -287,7 +287,10 @@ class CausalLM:
 
     @torch.no_grad()
     def at_start(self, model: Callable[[], LoadedModel], inputs: Inputs, placement: Placement) -> Tensors:
-        """As ``ComparesWithStart.at_start``, but zeros for a text that is not a pair, such as a preview's prompt."""
+        """Implements ``ComparesWithStart.at_start``.
+
+        Return zeros for a text that is not a pair, such as a preview's prompt.
+        """
         text = str(inputs[CAPTION])
         if not isinstance(read(text), Pair):
             return {START: torch.zeros(2)}
@@ -323,7 +326,7 @@ class CausalLM:
     def answer(
         self, model: LoadedModel, messages: Sequence[Mapping[str, Any]], sampling: Sampling
     ) -> Generator[str, None, str]:
-        """As ``Answering.answer``."""
+        """Implements ``Answering.answer``."""
         component, ids = model.components[COMPONENT], self.texts.prompt_ids(messages)
         places = places_of(component)
         if places is not None and len(ids) >= places:

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lora_rocm.families.common.adopt import adopt
 from lora_rocm.families.objectives.base import Draws
-from lora_rocm.kernels.backend import Implementation
+from lora_rocm.kernels.backend import Implementation, note_shared
 from lora_rocm.kernels.token_loss import to_loss_gradient
 
 IGNORED = -100
@@ -56,7 +56,7 @@ def token_distance(
     parts = zip(states_BSD.flatten(0, 1).split(at_once), labels_BS.flatten().split(at_once), strict=True)
     if isinstance(head, Head) and isinstance(head.layer, FusedHead) and torch.is_grad_enabled():
         with_gradient: Callable[..., Tensor] = _WithGradient.apply
-        found = [with_gradient(head, head.layer.implementation, *part) for part in parts]
+        found = [with_gradient(head, head.layer.implementation, at_once, *part) for part in parts]
     else:
         found = [checkpoint(_each, head, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
     return torch.cat(found).view(labels_BS.shape)
@@ -102,23 +102,27 @@ class Head:
 
 
 class _WithGradient(Function):
-    """Maps (head, backend, states [N, D], labels [N]) to the cross-entropy of each token [N], with its gradient.
+    """Maps (head, backend, most tokens, states [N, D], labels [N]) to each token's cross-entropy [N] and its gradient.
 
     The cross-entropy of a token depends only on its own state.
     """
 
     @staticmethod
-    def forward(ctx: Any, head: Head, implementation: Implementation, states_ND: Tensor, labels_N: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, head: Head, implementation: Implementation, at_once: int, states_ND: Tensor, labels_N: Tensor
+    ) -> Tensor:
         logits_NV = head.layer(states_ND)
+        if len(states_ND) == at_once:  # more samples are computed in more parts
+            note_shared(logits_NV)
         found_N = to_loss_gradient(logits_NV, labels_N, IGNORED, implementation, head.scale, head.cap)
-        ctx.save_for_backward(logits_NV @ head.layer.get_parameter("weight") if ctx.needs_input_grad[2] else None)
+        ctx.save_for_backward(logits_NV @ head.layer.get_parameter("weight") if ctx.needs_input_grad[3] else None)
         return found_N
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dfound_N: Tensor) -> tuple[None, None, Tensor, None]:
+    def backward(ctx: Any, dfound_N: Tensor) -> tuple[None, None, None, Tensor, None]:
         (gradient_ND,) = ctx.saved_tensors
-        return None, None, (gradient_ND * dfound_N[:, None]).to(gradient_ND.dtype), None
+        return None, None, None, (gradient_ND * dfound_N[:, None]).to(gradient_ND.dtype), None
 
 
 @dataclass(frozen=True)

@@ -86,12 +86,12 @@ class LatentFamily(ABC):
     def text_example(self, rows: int) -> Tensors:
         """Return the text tensors of ``example``: zeros for ``rows`` samples.
 
-        CLIP tokens are as few as for usual captions.
+        There are only as many CLIP tokens as in a usual caption.
         """
 
     @property
     @abstractmethod
-    def files(self) -> LoraFileNames: ...
+    def lora_file_names(self) -> LoraFileNames: ...
 
     @property
     def prediction_type(self) -> str:
@@ -202,7 +202,7 @@ class LatentFamily(ABC):
 
     @cached_property
     def encoders_identity(self) -> str:
-        """As ``EncodesWithComponents.encoders_identity``."""
+        """Implements ``EncodesWithComponents.encoders_identity``."""
         parts = [self.source.fingerprint(name) for name in self.all_components if name not in self._trained]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

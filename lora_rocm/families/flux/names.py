@@ -58,9 +58,9 @@ def reads_guidance(tensors: Collection[str]) -> bool | None:
 
 
 def original_rows(component: str, module: str, rows: int) -> Rows:
-    """Return original names and rows, as ``FileNames.original``.
+    """Return a module's position in files of the original release (see ``LoraFileNames.original``).
 
-    Query, key and value have the same number of rows, and the MLP has four times that number.
+    A fused matrix consists of query, key, value and MLP. The MLP has four times as many rows as each of the others.
     """
     number = BLOCK_NUMBER.search(module)
     original, place = ORIGINALS[BLOCK_NUMBER.sub("#", module)]

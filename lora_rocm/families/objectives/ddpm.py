@@ -27,7 +27,6 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.sections import NUM_TIMESTEPS, DdpmSection
 
 PREDICTION_TYPES = ("epsilon", "v_prediction")  # supported here; diffusers has more
-MAX_SNR = 1000.0  # the first timesteps have more
 SCHEDULE_KEYS = ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas")
 
 
@@ -105,12 +104,12 @@ class DdpmObjective(DenoisingObjective[DdpmSection]):
         return noise_schedule(config, config["prediction_type"], bool(config["rescale_betas_zero_snr"]))
 
     def draw(self, batch: Mapping[str, Tensor], seeds: Sequence[int]) -> Draws:
-        """As ``Objective.draw``. Timesteps are int64 [B]."""
+        """Implements ``Objective.draw``. Timesteps are int64 [B]."""
         rngs = generators(seeds)
         return self._draws(batch, rngs, self._timesteps(rngs))
 
     def fixed_draw(self, batch: Mapping[str, Tensor], seeds: Sequence[int], position: float) -> Draws:
-        """As ``Objective.fixed_draw``."""
+        """Implements ``Objective.fixed_draw``."""
         timestep = round(position * (len(self.schedule) - 1))
         return self._draws(batch, generators(seeds), torch.full((len(seeds),), timestep, dtype=torch.int64))
 
@@ -140,7 +139,8 @@ class DdpmObjective(DenoisingObjective[DdpmSection]):
                 **self.loss_draws(levels),
                 **sampling,
                 **noise,
-            }
+            },
+            levels.position_B,
         )
 
     def noised(self, batch: Mapping[str, Tensor], draws: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

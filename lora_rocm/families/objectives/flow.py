@@ -35,7 +35,7 @@ class FlowObjective(DenoisingObjective[FlowSection]):
     patch: int
 
     def draw(self, batch: Mapping[str, Tensor], seeds: Sequence[int]) -> Draws:
-        """As ``Objective.draw``. Draws sigma, float32 [B] in [0, 1]."""
+        """Implements ``Objective.draw``. Draws sigma, float32 [B] in [0, 1]."""
         rngs, settings = generators(seeds), self.settings
         if settings.timestep_sampling == "uniform":
             sigma_B = torch.cat([torch.rand(1, generator=rng) for rng in rngs])
@@ -46,13 +46,13 @@ class FlowObjective(DenoisingObjective[FlowSection]):
         return self._draws(batch, rngs, in_range(settings, shifted(sigma_B, shift)))
 
     def fixed_draw(self, batch: Mapping[str, Tensor], seeds: Sequence[int], position: float) -> Draws:
-        """As ``Objective.fixed_draw``. The position is sigma."""
+        """Implements ``Objective.fixed_draw``. The position is sigma."""
         return self._draws(batch, generators(seeds), torch.full((len(seeds),), position))
 
     def _draws(self, batch: Mapping[str, Tensor], rngs: list[torch.Generator], sigma_B: Tensor) -> Draws:
         sampling = self.latents.draws(rngs, batch[MEAN].shape[1:])
         loss = self.loss_draws(Levels(1 - sigma_B, sigma_B, sigma_B))
-        return Draws({"sigma": sigma_B, **loss, **sampling, **self.noise_draws(batch, sampling, rngs)})
+        return Draws({"sigma": sigma_B, **loss, **sampling, **self.noise_draws(batch, sampling, rngs)}, sigma_B)
 
     def noised(self, batch: Mapping[str, Tensor], draws: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the model's input and the target, float32 [B, C, ...], on the device of the batch."""

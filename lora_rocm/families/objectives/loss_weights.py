@@ -1,12 +1,13 @@
-"""TODO-docstring."""
+"""Weights of the loss by noise level: Min-SNR and the other weightings of DDPM objectives."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from lora_rocm.families.objectives.ddpm import MAX_SNR
 from lora_rocm.recipe.sections import DdpmSection
+
+MAX_SNR = 1000.0  # the first timesteps have more
 
 
 def min_snr_weight(signal_B: Tensor, noise_level_B: Tensor, gamma: float, prediction_type: str) -> Tensor:

@@ -142,7 +142,7 @@ def completed(source: BaseSource, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a DDPM scheduler config in which diffusers' defaults replace missing betas and a missing prediction type.
 
     Raises:
-        ModelError: as ``scheduler_class``.
+        ModelError: see ``scheduler_class``.
     """
     own = scheduler_class(source, kind_named("ddpm"))
     missing = {"prediction_type": "epsilon"} if "prediction_type" not in config else {}
@@ -160,7 +160,7 @@ def ddpm_notices(source: BaseSource, published: Mapping[str, Any], chosen_predic
         chosen_prediction: whether the recipe or the base's file determines the prediction type.
 
     Raises:
-        ModelError: as ``scheduler_class`` and ``require_known_keys``.
+        ModelError: see ``scheduler_class`` and ``require_known_keys``.
     """
     full, notices = completed(source, published), require_known_keys(source, kind_named("ddpm"), published)
     notices = (*_class_notice(source, "a DDPM schedule"), *notices)

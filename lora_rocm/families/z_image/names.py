@@ -17,7 +17,10 @@ FUSED = ".attention.qkv."
 
 
 def original_rows(component: str, module: str, rows: int) -> Rows:
-    """Return original names and rows, as ``FileNames.original``. Query, key and value have the same number of rows."""
+    """Return a module's position in files of the original release (see ``LoraFileNames.original``).
+
+    A fused matrix consists of query, key and value, which have the same number of rows.
+    """
     path = f"{module}."
     for old, new in (STARTS | PARTS).items():
         path = path.replace(new, old)

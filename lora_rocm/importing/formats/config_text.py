@@ -1,4 +1,7 @@
-"""TOML, JSON and YAML into settings. Readable parts of a damaged file are read; the rest is listed by line."""
+"""Converts TOML, JSON and YAML to settings.
+
+In a damaged file, readable parts are used and all others are listed by line.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,24 @@ from collections.abc import Callable
 from typing import cast
 
 from lora_rocm.foundation.json_text import BadJson, parse_json
+from lora_rocm.importing.formats.damaged_json import readable_parts
 from lora_rocm.importing.formats.tree import settings_of
 from lora_rocm.importing.setting import FileContent, Setting, UnreadText, Value
 from lora_rocm.recipe.yaml_tree import YamlSyntaxError, dotted, parse_yaml
 
 MAX_DOTS = 1000  # in a line of TOML: the library is very slow for keys with many parts
 SECTION = re.compile(r"^\s*\[+\s*([\w.\"'-]+)\s*\]+\s*(?:#.*)?$")
-JSON_PAIR = re.compile(r'^\s*[\[{,]*\s*"([^"]+)"\s*:\s*(.+?)\s*,?\s*$')
+STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
+MAX_LITERALS = 20
+"""Strings of a YAML file that are read as they are written, before its rest counts as damaged."""
 COMMENT_OR_EMPTY = re.compile(r"^\s*(?:#.*)?$")
 
 
 def toml_settings(text: str, file: str) -> FileContent:
-    """The settings of a TOML text; of a damaged one each line that is a whole pair."""
+    """Return the settings of a TOML text.
+
+    If it is damaged, return those from lines that are complete key-value pairs.
+    """
     try:
         if max((line.count(".") for line in text.splitlines()), default=0) > MAX_DOTS:
             raise ValueError("a key has too many parts")
@@ -29,24 +38,33 @@ def toml_settings(text: str, file: str) -> FileContent:
 
 
 def json_settings(text: str, file: str) -> FileContent:
-    """The settings of a JSON text; of a damaged one each line that is a whole pair."""
+    """Return the settings of a JSON text.
+
+    If it is damaged, return those from lines that are complete key-value pairs.
+    """
     try:
         return FileContent(settings_of(cast(Value, parse_json(text, repeated_keys=True)), text, file))
     except BadJson:
-        return _by_lines(text, file, _json_pair)
+        parts = readable_parts(text)
+        unread = [UnreadText(file, line, why) for line, why in parts.unread]
+        return FileContent(settings_of(cast(Value, parts.value), text, file), unread)
 
 
 def yaml_settings(text: str, file: str) -> FileContent:
-    """The settings of a YAML text; of a damaged one those above the first damaged line."""
-    lines, found = text.splitlines(), FileContent()
+    """Return the settings of a YAML text. If it is damaged, return those above the first damaged line."""
+    lines, found, tried = text.splitlines(), FileContent(), 0
     while True:
         try:
             tree = parse_yaml("\n".join(lines) + "\n")
             break
         except YamlSyntaxError as error:
             kept = min(max(error.line - 1, 0), len(lines) - 1)
+            literal = STRING.sub(_literal, lines[kept])
+            if literal != lines[kept] and tried < MAX_LITERALS:  # usually a Windows path with single backslashes
+                lines[kept], tried = literal, tried + 1
+                continue
             found.unread[:0] = [
-                UnreadText(file, kept + number, "is not YAML here" if number == 1 else "is below a damaged line")
+                UnreadText(file, kept + number, "is not valid YAML" if number == 1 else "is below a damaged line")
                 for number, line in enumerate(lines[kept:], 1)
                 if not COMMENT_OR_EMPTY.match(line)
             ]
@@ -58,7 +76,10 @@ def yaml_settings(text: str, file: str) -> FileContent:
 
 
 def _toml_by_lines(text: str, file: str) -> FileContent:
-    """A damaged TOML text: each line on its own, below the section header above it."""
+    """Return the settings of a damaged TOML text.
+
+    Each line is parsed separately, in the section of the last header above it.
+    """
     above = ""
 
     def pair(line: str) -> tuple[str, Value] | None:
@@ -71,7 +92,7 @@ def _toml_by_lines(text: str, file: str) -> FileContent:
         try:
             parsed = tomllib.loads(line)
         except ValueError:  # usually a Windows path with single backslashes
-            parsed = tomllib.loads(re.sub(r'"((?:[^"\\]|\\.)*)"', _literal, line))
+            parsed = tomllib.loads(STRING.sub(_literal, line))
         ((name, value),) = parsed.items()
         return (f"{above}.{name}" if above else name), cast(Value, value)
 
@@ -79,24 +100,12 @@ def _toml_by_lines(text: str, file: str) -> FileContent:
 
 
 def _literal(found: re.Match[str]) -> str:
-    """A basic TOML string as a literal one, in which a backslash is a backslash."""
+    """Convert a basic TOML string to a literal string, so that its backslashes stay backslashes."""
     return found[0] if "'" in found[1] else f"'{found[1]}'"
 
 
-def _json_pair(line: str) -> tuple[str, Value] | None:
-    found = JSON_PAIR.match(line)
-    if found is None:
-        if line.strip(" \t{}[],"):
-            raise ValueError
-        return None
-    value = found[2]
-    if value in ("{", "["):
-        return None
-    return found[1], cast(Value, parse_json(value))
-
-
 def _by_lines(text: str, file: str, pair: Callable[[str], tuple[str, Value] | None]) -> FileContent:
-    """The settings of the lines that ``pair`` can read; it raises ValueError for the others."""
+    """Return the settings of all lines that ``pair`` can parse. ``pair`` raises ValueError for the other lines."""
     found = FileContent()
     for number, line in enumerate(text.splitlines(), 1):
         if COMMENT_OR_EMPTY.match(line):

@@ -1,4 +1,4 @@
-"""ai-toolkit's optimizer, schedule, noise levels and loss."""
+"""Translates ai-toolkit's optimizer, schedule, noise levels and loss."""
 
 from __future__ import annotations
 
@@ -24,22 +24,24 @@ OTHER_NAMES = {
     "dadaptationlion": ("prodigy", "it estimates its rate too"),
 }  # fmt: skip
 DECAYS = {"adamw": 0.01, "adamw8bit": 0.01}
-"""ai-toolkit's optimizer -> weight decay if it is absent; 0 for others."""
+"""Maps an optimizer of ai-toolkit to its default weight decay; 0 for all others."""
 ESTIMATING = ("prodigy", "prodigy_schedule_free", "dadapt_adam")
 WITH_EPSILON = ("adamw", "adamw_8bit", "prodigy", "dadapt_adam")
 PARAMETERS = (
     "weight_decay", "betas", "d_coef", "d0", "growth_rate", "beta3", "use_bias_correction", "safeguard_warmup",
     "clip_threshold", "decay_rate", "beta1", "scale_parameter", "relative_step", "warmup_init",
 )  # fmt: skip
-SAMPLINGS: Mapping[str, tuple[str, Value]] = {
-    "sigmoid": ("logit-normal", 1), "linear": ("uniform", 1), "weighted": ("uniform", 1), "shift": ("uniform", "auto"),
-    "flux_shift": ("uniform", "resolution"), "lumina2_shift": ("uniform", "auto"),
+SAMPLINGS = {
+    "sigmoid": "logit-normal", "linear": "uniform", "weighted": "uniform", "shift": "uniform", "flux_shift": "uniform",
+    "lumina2_shift": "uniform",
 }  # fmt: skip
-"""``timestep_type`` -> (timestep_sampling, shift)."""
+"""Maps ``timestep_type`` to timestep_sampling."""
+SHIFTS: Mapping[str, Value] = {"flux": "resolution", "z-image": 3, "anima": 3}
+"""Maps a family to the shift of each ``timestep_type`` that ends in "shift". The base's scheduler is ignored."""
 
 
 def take_optimizer_section(t: Translator) -> None:
-    """The optimizer with its parameters."""
+    """Translate the optimizer and its parameters."""
     setting = t.setting("train.optimizer")
     assert setting is not None, "by the defaults"
     name = str(setting.value).lower()
@@ -81,7 +83,10 @@ def _parameter(t: Translator, setting: Setting) -> None:
 
 
 def _learning_rate(t: Translator, setting: Setting) -> None:
-    """``unet_lr`` takes precedence. Optimizers that estimate the rate get 1 for rates below 0.1."""
+    """Translate the learning rate. ``unet_lr`` takes precedence.
+
+    Optimizers that estimate the rate get 1 in place of a rate below 0.1.
+    """
     first, rate = t.given("train.unet_lr"), number(setting.value)
     ours = str(t.values["optim.optimizer"].value)
     if first is not None and first is not setting and number(first.value) is not None:
@@ -99,7 +104,7 @@ def _learning_rate(t: Translator, setting: Setting) -> None:
 
 
 def _train_text_encoder_at(t: Translator, setting: Setting) -> None:
-    """``lr`` is the rate of the text encoders if only the UNet has its own."""
+    """Translate ``lr`` to the learning rate of the text encoders, if only the UNet has a separate rate."""
     if family_of(t) not in FLOWS and number(setting.value):
         t.take("optim.text_encoder_learning_rate", number(setting.value), setting)
 
@@ -121,7 +126,10 @@ def _train_text_encoder(t: Translator, setting: Setting) -> None:
 
 
 def _schedule(t: Translator, setting: Setting) -> None:
-    """The schedule with ``lr_scheduler_params``: they are PyTorch's, with the whole run as their length."""
+    """Translate the schedule with ``lr_scheduler_params``, which are PyTorch's.
+
+    The schedule's length is the whole run.
+    """
     name = str(setting.value).lower()
     at = {plain_key(each.key).rpartition(".")[2]: each for each in t.below("train.lr_scheduler_params")}
     if name == "constant":
@@ -147,7 +155,7 @@ def _schedule(t: Translator, setting: Setting) -> None:
 
 
 def _cosine(t: Translator, at: Mapping[str, Setting]) -> None:
-    """Length and end of a cosine."""
+    """Translate the length and the final rate of a cosine schedule."""
     length, least = at.get("t_max") or at.get("t_0"), at.get("eta_min")
     if length is not None and number(length.value):
         t.take("optim.lr_cosine_steps", whole(number(length.value) or 0), length)
@@ -158,16 +166,22 @@ def _cosine(t: Translator, at: Mapping[str, Setting]) -> None:
 
 
 def _accumulation(t: Translator, setting: Setting) -> None:
-    count = number(setting.value)
+    """``gradient_accumulation`` accumulates. ``gradient_accumulation_steps`` sets gradients to 0 before each batch."""
+    ours, count = "train.gradient_accumulation_steps", number(setting.value)
+    is_legacy = setting.key.endswith("_steps")
     if count == -1:
-        t.lose(setting, "accumulates the gradients of a whole epoch", ours="train.gradient_accumulation_steps")
-    elif count == 1 and "train.gradient_accumulation_steps" in t.values:
+        t.lose(setting, "makes one update per epoch, with the gradients of its last batch", ours=ours)
+    elif is_legacy and count is not None and count > 1:
+        note = "ai-toolkit uses the gradients of the last of these batches alone; here each update has one batch"
+        t.take(ours, 1, setting, note=note)
+    elif count == 1 and ours in t.values:
         t.skip(setting, "the other key is set")
-    elif count != 1:
-        t.values.pop("train.gradient_accumulation_steps", None)
-        take_number("train.gradient_accumulation_steps")(t, setting)
     else:
-        take_number("train.gradient_accumulation_steps")(t, setting)
+        note = ""
+        if count is not None and count > 1:
+            t.values.pop(ours, None)
+            note = "ai-toolkit fills the last update of an epoch with batches of the next one; here it has fewer"
+        take_number(ours, note)(t, setting)
 
 
 def _steps(t: Translator, setting: Setting) -> None:
@@ -194,7 +208,7 @@ def _noise_scheduler(t: Translator, setting: Setting) -> None:
 
 
 def _timesteps(t: Translator, setting: Setting) -> None:
-    """The distribution of the noise level of flow models, and weights of the loss by it."""
+    """Translate the distribution of the noise levels of flow models, and the loss weights that depend on them."""
     is_kind, even = setting.key.endswith("timestep_type"), _is_even(t)
     name = str(setting.value).lower()
     if family_of(t) not in FLOWS:
@@ -222,14 +236,14 @@ def _is_even(t: Translator) -> bool:
 
 
 def _take_sampling(t: Translator, name: str, *settings: Setting) -> None:
-    sampling, shift = SAMPLINGS[name]
+    sampling, shift = SAMPLINGS[name], SHIFTS[family_of(t)] if name.endswith("shift") else 1
     note = "" if settings else f"ai-toolkit's {name}"
     t.take("objective.timestep_sampling", sampling, *settings, note=note)
     t.take("objective.shift", shift, note=f"ai-toolkit's {name}")
 
 
 def _noise_range(t: Translator, setting: Setting) -> None:
-    """The range counts from the noisiest step on: 0 is the noisiest of 1000."""
+    """Translate the range of noise levels. ai-toolkit counts from the noisiest step: 0 is the noisiest of 1000."""
     steps, is_first = number(setting.value), setting.key.endswith("min_denoising_steps")
     kind = str(t.value("train.timestep_type")).lower()
     if steps is None or (is_first and steps <= 0) or (not is_first and steps >= 999):

@@ -233,6 +233,7 @@ def frames_of_folders() -> tuple[RecipeRule, ...]:
             "has no effect, because no source with path reads it",
             fix,
             at="data.frames",
+            is_idle=True,
         ),
     )
 
@@ -380,6 +381,7 @@ RULES: tuple[RecipeRule, ...] = (
         "has no effect without masks",
         "Remove it, or set mask_path or alpha_mask.",
         at=f"{SOURCE}.unmasked_weight",
+        is_idle=True,
     ),
     *(
         no_effect(f"data.{name}", MASKS, _no_masks, "without masks", "Remove it, or set mask_path or alpha_mask.")

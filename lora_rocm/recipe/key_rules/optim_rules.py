@@ -32,8 +32,27 @@ RULES: tuple[RecipeRule, ...] = (
             f"Remove it, or set lr_scheduler to {' or '.join(readers)}.",
             at=f"optim.{key}",
             only_if_set=True,
+            is_idle=True,
         )
         for key, readers in READ_BY_SCHEDULE.items()
+    ),
+    RecipeRule(
+        "no-effect:optim.lr_warmup_from_zero,lr_warmup_steps",
+        ("optim.lr_warmup_from_zero", "optim.lr_warmup_steps", "optim.lr_warmup_ratio"),
+        lambda _, steps, ratio: not steps and not ratio,
+        "has no effect without a warm-up",
+        "Remove it, or set lr_warmup_steps.",
+        at="optim.lr_warmup_from_zero",
+        only_if_set=True,
+        is_idle=True,
+    ),
+    RecipeRule(
+        "average-needs-a-first-rate",
+        (OPTIMIZER, "optim.lr_warmup_from_zero"),
+        lambda optimizer, from_zero: _averages(optimizer) and from_zero,
+        "{0} weights each update by its learning rate, so the first one cannot be 0",
+        "Remove lr_warmup_from_zero; a warm-up is fine.",
+        at="optim.lr_warmup_from_zero",
     ),
     RecipeRule(
         "average-in-place-of-schedule",
@@ -42,6 +61,7 @@ RULES: tuple[RecipeRule, ...] = (
         "{0} averages weights in place of a schedule, but lr_scheduler is {1}",
         "Remove lr_scheduler; a warm-up is fine.",
         at="optim.lr_scheduler",
+        is_idle=True,
     ),
     RecipeRule(
         "warmup-init-needs-relative-step",
@@ -50,6 +70,7 @@ RULES: tuple[RecipeRule, ...] = (
         "warmup_init does nothing without relative_step",
         "Set relative_step: true.",
         at="optim.warmup_init",
+        is_idle=True,
     ),
     *(
         RecipeRule(
@@ -60,6 +81,7 @@ RULES: tuple[RecipeRule, ...] = (
             f"Remove {name}, or set relative_step: false.",
             at=f"optim.{name}",
             only_if_set=True,
+            is_idle=True,
         )
         for name in OptimSection.model_fields
         if name.startswith("lr_") or name.endswith("learning_rate")
@@ -119,6 +141,7 @@ RULES: tuple[RecipeRule, ...] = (
             "has no effect without new tokens",
             "Remove it, or set lora.new_tokens.",
             at=f"optim.{key}",
+            is_idle=True,
         )
         for key in UNTIL
     ),

@@ -18,7 +18,7 @@ def _alone(key: str, others: tuple[str, ...], off: str) -> RecipeRule:
 
     Args:
         key: the key without effect.
-        others: the keys of which at least one must be set.
+        others: at least one of these keys must be set.
         off: default of the first of ``others``, as YAML.
     """
     named = " or ".join(others)
@@ -31,6 +31,7 @@ def _alone(key: str, others: tuple[str, ...], off: str) -> RecipeRule:
         at=key,
         only_if_set=True,
         unless_written=others,
+        is_idle=True,
     )
 
 
@@ -76,6 +77,14 @@ RULES: tuple[RecipeRule, ...] = (
         lambda memory, recomputes: recomputes and memory in ("keep", "selective"),
         "{0} keeps activations, but train.gradient_checkpointing recomputes all of them",
         "Remove one of them.",
+        at="runtime.memory",
+    ),
+    RecipeRule(
+        "compiled-blocks-are-recomputed-plainly",
+        ("runtime.compile", "runtime.memory"),
+        lambda compile, memory: compile in ("regional", "full") and memory in ("attention", "inputs"),
+        "compiled blocks are recomputed as a whole, so {1} is not possible",
+        "Set runtime.memory to auto, or remove compile.",
         at="runtime.memory",
     ),
     *ALONE,

@@ -293,7 +293,7 @@ def test_using_other_weights_for_a_while(folder: Path) -> None:
     {"targets": EACH_KIND, "use_dora": True, "train_text_encoder": True},
 ])  # fmt: skip
 def test_a_run_can_start_from_any_form(folder: Path, tmp_path: Path, form: str, lora: dict[str, Any]) -> None:
-    """The same effect, whatever alpha the new run has."""
+    """The same effect, for any alpha of the new run."""
     family, adapter, expected = adapted(folder, json.dumps(lora))
     path = exported(form, tmp_path / "lora.safetensors", family, adapter)
     changed = {**lora, "alpha": 16.0, "use_rslora": False, "init_from": str(path)}

@@ -134,7 +134,7 @@ OTHER_NOISE = ["EDMDPMSolverMultistepScheduler", "EDMEulerScheduler", "FlowMatch
 def test_a_scheduler_with_other_noise_is_refused_by_name(
     bases: dict[str, Path], tmp_path: Path, kind: Any, place: str
 ) -> None:
-    """diffusers loads the class of the index, whatever the config names."""
+    """diffusers loads the class of the index, regardless of the config's class."""
     changes = {"_class_name": kind} if place == "config" else {"index": kind}
     error = refused("sdxl", copied(bases, "sdxl", tmp_path, **changes))
     assert error.code == "scheduler-unsupported" and str(kind).strip("\x1b") in error.what

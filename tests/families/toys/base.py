@@ -75,7 +75,7 @@ class ToyFamily(ABC):
         self.recipe = recipe
         self.all_components = (self.component,)
         self.encoder_dtypes: Mapping[str, torch.dtype] = {}
-        self.files = LoraFileNames({self.component: "lora_unet_"}, "kohya", kohya_key, self.load_in_diffusers)
+        self.lora_file_names = LoraFileNames({self.component: "lora_unet_"}, "kohya", kohya_key, self.load_in_diffusers)
         self.lora_targets = {"attention-mlp": {self.component: self.targets}}
 
     @abstractmethod

@@ -94,11 +94,13 @@ class TransformerFamily(LatentFamily):
         return quantised(self.recipe.model.text_encoder_quantization, self.language_layers)
 
     @cached_property
-    def files(self) -> LoraFileNames:
-        """Names in LoRA files: a prefix followed by the module's name in diffusers."""
-        return LoraFileNames(
-            self.prefixes, "folded", lambda part, name: self.prefixes[part] + name, self.load_in_diffusers
-        )
+    def lora_file_names(self) -> LoraFileNames:
+        """Names in LoRA files: a prefix followed by the module's name in diffusers, as ComfyUI reads them."""
+
+        def comfyui_key(component: str, module: str) -> str:
+            return self.prefixes[component] + module
+
+        return LoraFileNames(self.prefixes, "folded", comfyui_key, self.load_in_diffusers)
 
     def check_file(self, header: TensorFileHeader) -> None:
         detect.check_file(header, self.recipe.model.name_or_path, self.recipe.spec, self.recipe.registry)

@@ -87,10 +87,10 @@ class LdmFamily(LatentFamily):
 
     @abstractmethod
     def kohya_key(self, component: str, module: str) -> str:
-        """Return a module's name in kohya's format, as ``LoraFileNames.key``."""
+        """Return a module's name in kohya's format (see ``LoraFileNames.key``)."""
 
     @cached_property
-    def files(self) -> LoraFileNames:
+    def lora_file_names(self) -> LoraFileNames:
         def original(component: str, module: str, rows: int) -> Rows:
             if component != self.component:
                 return ()

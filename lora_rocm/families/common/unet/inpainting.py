@@ -38,7 +38,7 @@ def joined(noisy_BCHW: Tensor, batch: Mapping[str, Tensor], seen_BCHW: Tensor) -
 
 
 def config_changes(config: Config, tensors: Mapping[str, Sequence[int]]) -> dict[str, object]:
-    """As ``Layout.changed``. Recognises an inpainting model without a config by its first layer."""
+    """Implements ``Layout.changed``. Recognises an inpainting model without a config by its first layer."""
     _, channels, *_ = tensors.get(FIRST_LAYER, (0, 0))
     return {"in_channels": CHANNELS} if channels == CHANNELS else {}
 

@@ -105,7 +105,7 @@ def test_a_preview_that_begins_at_an_image_shows_it(case: Case) -> None:
 
 @of(ZImage, Flux, Schnell, Anima)
 def test_a_preview_is_that_of_the_pipeline(case: Case) -> None:
-    """Its shift is the base's, whatever training's shift is."""
+    """Its shift is the base's, regardless of training's shift."""
     family, batch = case.family(objective={"shift": 2}), case.text(2)
     model = family.load(torch.float32, CPU)
     texts = {prompt: case.sample(batch, row) for row, prompt in enumerate(TEXTS)}

@@ -1,0 +1,187 @@
+"""The choices of each mode, the fastest first, and the choice of the fastest plan that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from lora_rocm.planning.step_plan import (
+    Footprint,
+    Mode,
+    Plan,
+    Rates,
+    StepChoice,
+    StepRequirements,
+    planned,
+    seconds,
+)
+
+
+@dataclass(frozen=True)
+class PassVariant:
+    """The settings of a choice that do not depend on the blocks, and whether passes are captured as graphs."""
+
+    graphs: bool
+    offloads_inputs: bool
+    unpacks_once: bool
+
+
+def choose(budget_bytes: int | None, footprint: Footprint, job: StepRequirements, rates: Rates) -> Plan | None:
+    """Return the fastest plan within the budget, or None if no plan fits.
+
+    ``budget_bytes``: the available memory, or None for no limit.
+    """
+    limit = float("inf") if budget_bytes is None else budget_bytes
+    fitting = [
+        plan
+        for parts in parts_of(job)
+        for mode in job.modes
+        if (plan := fit(limit, mode, parts, footprint, job, rates)) is not None
+    ]
+    return min(fitting, key=lambda plan: (plan.step_s, plan.needed_bytes), default=None)
+
+
+def smallest(footprint: Footprint, job: StepRequirements, rates: Rates) -> Plan:
+    """Return the plan that needs the least memory."""
+    plans = (
+        plan for parts in parts_of(job) for mode in job.modes for plan in plans_of(mode, parts, footprint, job, rates)
+    )
+    return min(plans, key=lambda plan: (plan.needed_bytes, plan.step_s))
+
+
+def table(budget_bytes: int | None, footprint: Footprint, job: StepRequirements, rates: Rates) -> list[Plan]:
+    """Return, for each number of parts and each mode, the fastest plan that fits, or else the smallest plan."""
+    limit = float("inf") if budget_bytes is None else budget_bytes
+    return [
+        fit(limit, mode, parts, footprint, job, rates)
+        or min(plans_of(mode, parts, footprint, job, rates), key=lambda plan: plan.needed_bytes)
+        for parts in parts_of(job)
+        for mode in job.modes
+    ]
+
+
+def parts_of(job: StepRequirements) -> list[int]:
+    """Return the numbers of parts to try: ``min_parts``, doubled up to the batch size."""
+    found = [job.min_parts]
+    while found[-1] < job.batch_size:
+        found.append(min(found[-1] * 2, job.batch_size))
+    return found
+
+
+def fit(limit: float, mode: Mode, parts: int, footprint: Footprint, job: StepRequirements, rates: Rates) -> Plan | None:
+    """Return the fastest plan of a mode that needs at most ``limit`` bytes, or None if none fits."""
+    found = []
+    for variant in variants_of(mode, footprint, job):
+        variants = _of_variant(mode, variant, parts, footprint, job, rates)
+        found.append(next((plan for plan in variants if plan.needed_bytes <= limit), None))
+    return min((plan for plan in found if plan is not None), key=lambda plan: plan.step_s, default=None)
+
+
+def plans_of(mode: Mode, parts: int, footprint: Footprint, job: StepRequirements, rates: Rates) -> Iterator[Plan]:
+    """Yield the plans of a mode by variant. Within a variant, each gives up more than the one before."""
+    for variant in variants_of(mode, footprint, job):
+        yield from _of_variant(mode, variant, parts, footprint, job, rates)
+
+
+def _of_variant(
+    mode: Mode, variant: PassVariant, parts: int, footprint: Footprint, job: StepRequirements, rates: Rates
+) -> Iterator[Plan]:
+    one = replace(job, graphs=variant.graphs)
+    for choice in choices_of(mode, footprint, job, rates, variant):
+        yield planned(mode, parts, choice, footprint, one, rates)
+
+
+def variants_of(mode: Mode, footprint: Footprint, job: StepRequirements) -> list[PassVariant]:
+    """Return the variants of a mode's choices.
+
+    If no mode but a recipe's own is allowed, inputs are moved only if the recipe asks for it.
+    """
+    has_inputs = any(block.input_bytes for block in footprint.blocks)
+    has_packed = any(block.dense_bytes for block in footprint.blocks)
+    moves = {"inputs": (True,), "selective": (False, True), "offload": (False, True)}.get(mode, (False,))
+    if mode != "inputs" and not ("inputs" in job.modes and has_inputs):
+        moves = (False,)
+    once = (True, False) if job.unpacks_once and has_packed and mode != "keep" else (False,)
+    captured = (True, False) if job.graphs else (False,)
+    return [PassVariant(graphs, moving, unpacking) for graphs in captured for moving in moves for unpacking in once]
+
+
+def choices_of(
+    mode: Mode, footprint: Footprint, job: StepRequirements, rates: Rates, variant: PassVariant
+) -> list[StepChoice]:
+    """Return the choices of a mode, the fastest first. Each gives up more than the one before."""
+    every, how = tuple(range(len(footprint.blocks))), (variant.offloads_inputs, variant.unpacks_once)
+    attention = [index for index in every if job.keeps_attention and footprint.blocks[index].attention_bytes]
+    if mode == "keep":
+        return [StepChoice()]
+    if mode == "selective":
+        return _selective(footprint, job, rates, how)
+    if mode == "attention":
+        return [StepChoice(every, (), tuple(attention), *how)]
+    if mode == "recompute":
+        return [StepChoice(every, (), (), *how)]
+    if mode == "inputs":
+        order = sorted(attention, key=lambda index: -_worth_of_attention(footprint, index, rates))
+        return [StepChoice(every, (), tuple(sorted(order[count:])), *how) for count in range(len(order) + 1)]
+    fewest = len(every) if job.all_offloaded else 1
+    return [StepChoice(every, tuple(spread(count, len(every))), (), *how) for count in range(fewest, len(every) + 1)]
+
+
+def _selective(footprint: Footprint, job: StepRequirements, rates: Rates, how: tuple[bool, bool]) -> list[StepChoice]:
+    """Return choices that recompute more and more blocks, those first that free most bytes per second.
+
+    A block first keeps the output of its attention. Where that is worth less than the rest of the block, the output is
+    given up later, and where it is worth more, together with the rest.
+    """
+    steps: list[tuple[float, int, bool]] = []  # (worth, block, whether its attention is still kept)
+    for index, worth in sorted(_worths(footprint, rates).items(), key=lambda pair: -pair[1]):
+        block = footprint.blocks[index]
+        if not (job.keeps_attention and block.attention_bytes):
+            steps.append((worth, index, False))
+            continue
+        later = _worth_of_attention(footprint, index, rates)
+        rest_s = seconds(block.forward, 1, 1, rates) - seconds(block.attention, 1, 1, rates)
+        first = (block.kept_bytes - block.attention_bytes) / max(1e-12, rest_s)
+        if first > later and block.kept_bytes > block.attention_bytes:
+            steps += [(first, index, True), (later, index, False)]
+        else:
+            steps.append((worth, index, False))
+    found, recomputed, attention = [], set[int](), set[int]()
+    for _, index, keeps in sorted(steps, key=lambda step: -step[0]):
+        recomputed.add(index)
+        if keeps:
+            attention.add(index)
+        else:
+            attention.discard(index)
+        found.append(StepChoice(tuple(sorted(recomputed)), (), tuple(sorted(attention)), *how))
+    return found[:-1] if len(found) > 1 else found or [StepChoice((), (), (), *how)]
+
+
+def _worths(footprint: Footprint, rates: Rates) -> dict[int, float]:
+    """Bytes that recomputing a block frees per second of its recomputation, for blocks with kept activations."""
+    return {
+        index: block.kept_bytes / max(1e-12, seconds(block.forward, 1, 1, rates))
+        for index, block in enumerate(footprint.blocks)
+        if block.kept_bytes > 0
+    }
+
+
+def _worth_of_attention(footprint: Footprint, index: int, rates: Rates) -> float:
+    block = footprint.blocks[index]
+    return block.attention_bytes / max(1e-12, seconds(block.attention, 1, 1, rates))
+
+
+def by_worth(footprint: Footprint, rates: Rates) -> list[int]:
+    """Return the indices of blocks with kept activations, the most bytes freed per second of recomputation first."""
+    worths = _worths(footprint, rates)
+    return sorted(worths, key=lambda index: -worths[index])
+
+
+def spread(count: int, total: int) -> list[int]:
+    """Return ``count`` of ``total`` block indices, evenly spread, so that other blocks compute between two fetches.
+
+    A larger choice includes every smaller one.
+    """
+    bits = max(1, (total - 1).bit_length())
+    order = sorted(range(total), key=lambda index: int(f"{index:0{bits}b}"[::-1], 2))
+    return sorted(order[:count])

@@ -1,0 +1,67 @@
+"""Machine: what ``doctor`` finds, the environment that training gets, the caches, and the folders of this page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+
+from lora_rocm.errors import UserError
+from lora_rocm.ui.context import UiContext, context_of
+from lora_rocm.ui.fields import text_of
+from lora_rocm.ui.machine_state import examined
+from lora_rocm.ui.part import Part
+from lora_rocm.ui.rendering import fragment, page
+
+if TYPE_CHECKING:
+    from lora_rocm.cache_store.maintenance import CacheStats
+
+TEMPLATE = "machine.html.j2"
+CACHE = Path("cache")
+
+
+def machine(request: Request) -> Response:
+    """The page. The findings follow on their own, because examining a machine takes most of a second."""
+    return page(request, TEMPLATE, caches=_caches(context_of(request)))
+
+
+def findings(request: Request) -> Response:
+    """The findings of ``doctor`` and the environment of training."""
+    return fragment(request, TEMPLATE, "findings", examined=examined(afresh="again" in request.query_params))
+
+
+async def add_folder(request: Request) -> Response:
+    """Add a folder with files that the page may show."""
+    context_of(request).folders.add(Path(await text_of(request, "folder")), "added")
+    return RedirectResponse("/machine#folders", 303)
+
+
+async def forget(request: Request) -> Response:
+    """Forget the mitigations that failures added on this machine, as ``lora-rocm forget`` does."""
+    from lora_rocm.rules.this_machine import forget_here
+
+    return fragment(request, TEMPLATE, "forgotten", said=forget_here().splitlines())
+
+
+def _caches(ui: UiContext) -> CacheStats | None:
+    from lora_rocm.cache_store import maintenance
+
+    try:
+        return maintenance.stats(ui.folders.working / CACHE)
+    except UserError:  # no cache here yet
+        return None
+
+
+PART = Part(
+    "machine",
+    "/machine",
+    [
+        Route("/machine", machine),
+        Route("/machine/findings", findings),
+        Route("/machine/folders", add_folder, methods=["POST"]),
+        Route("/machine/forget", forget, methods=["POST"]),
+    ],
+)

@@ -1,0 +1,233 @@
+"""Runs: the list, and one run with its state, its curves, its previews and its incidents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import FileResponse, RedirectResponse, Response
+from starlette.routing import Route
+
+from lora_rocm.errors import UserError
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.ui.context import context_of
+from lora_rocm.ui.curves import curve_of, reduced, smoothed, to_bytes
+from lora_rocm.ui.fields import query_of, text_of
+from lora_rocm.ui.live import live_id
+from lora_rocm.ui.part import Part
+from lora_rocm.ui.rendering import fragment, page, url
+from lora_rocm.ui.run_details import ShownDetails, details_of, logs_of, previews_of, result_paths, stories_of
+from lora_rocm.ui.run_list import newest_runs, run_names
+from lora_rocm.ui.security import SANDBOX_POLICY
+from lora_rocm.ui.thumbnails import MEDIA_TYPE, SIDES_PX, thumbnail
+
+LIST, VIEW = "runs.html.j2", "run.html.j2"
+ROUNDS, OTHERS = 12, 100
+"""Rounds of previews that a page shows at first, and runs with which it can be compared."""
+
+
+def listed(request: Request) -> Response:
+    """The list of runs."""
+    archived = "archived" in request.query_params
+    return page(request, LIST, runs=newest_runs(context_of(request).folders, archived=archived), archived=archived)
+
+
+def listed_again(request: Request) -> Response:
+    """The rows of the list, again."""
+    archived = "archived" in request.query_params
+    runs = newest_runs(context_of(request).folders, archived=archived)
+    return fragment(request, LIST, "runs", runs=runs, archived=archived)
+
+
+def view(request: Request) -> Response:
+    """The page of one run. Files, previews and the log follow on their own."""
+    ui, run_dir = context_of(request), _run(request)
+    name = ui.folders.name_of(run_dir.path)
+    live = url("/live", **{"run": name, "from": live_id(run_dir)})
+    others = [pair for pair in run_names(ui.folders, OTHERS) if pair[0] != name]
+    shown = _details(request, run_dir)
+    return page(request, VIEW, live=live, run=shown, name=name, others=others, stories=stories_of(shown.view))
+
+
+def state(request: Request) -> Response:
+    """The state of one run, again."""
+    run_dir = _run(request)
+    name = context_of(request).folders.name_of(run_dir.path)
+    return fragment(request, VIEW, "state", run=_details(request, run_dir), name=name)
+
+
+def stories(request: Request) -> Response:
+    """The incidents of one run, again."""
+    return fragment(request, VIEW, "stories", stories=stories_of(context_of(request).views.of(_run(request))))
+
+
+def curve(request: Request) -> Response:
+    """A curve as float32 numbers: all steps, then all values. ``smooth``: weight of the moving average."""
+    found = curve_of(context_of(request).views.of(_run(request)), query_of(request, "field"))
+    weight = min(max(_number(request, "smooth", 0.0), 0.0), 0.9999)
+    chosen = reduced(smoothed(found, weight) if weight else found, int(_number(request, "points", 1200)))
+    return Response(to_bytes(chosen), media_type="application/octet-stream")
+
+
+def previews(request: Request) -> Response:
+    """The rounds of previews, the newest first."""
+    run_dir = _run(request)
+    name = context_of(request).folders.name_of(run_dir.path)
+    found = previews_of(run_dir)
+    shown = found if "all" in request.query_params else found[:ROUNDS]
+    return fragment(request, VIEW, "previews", name=name, rounds=shown, num_more=len(found) - len(shown))
+
+
+def picture(request: Request) -> Response:
+    """A preview of a run, reduced to a square of ``side`` pixels."""
+    path = _file(request)
+    content, version = thumbnail(path, int(_number(request, "side", SIDES_PX[1])))
+    headers = {"etag": f'"{version}"', "cache-control": "private, no-cache"}
+    if request.headers.get("if-none-match") == headers["etag"]:
+        return Response(status_code=304, headers=headers)
+    return Response(content, media_type=MEDIA_TYPE, headers=headers)
+
+
+def files(request: Request) -> Response:
+    """The result files of a run, its remarks and its newest checkpoint."""
+    run_dir = _run(request)
+    name = context_of(request).folders.name_of(run_dir.path)
+    found = context_of(request).views.of(run_dir)
+    return fragment(request, VIEW, "files", name=name, paths=result_paths(found), found=found)
+
+
+def download(request: Request) -> Response:
+    """A result file of a run, to be saved. Only files that the run lists as its results are served."""
+    run_dir, path = _run(request), _file(request)
+    if path not in {each.resolve() for each in result_paths(context_of(request).views.of(run_dir))}:
+        fix = "The page of the run lists its files."
+        raise UserError("file-unknown", "This is not a result file of the run.", where=str(path), fix=fix)
+    return FileResponse(path, filename=path.name, media_type="application/octet-stream")
+
+
+def report(request: Request) -> Response:
+    """The report of a run: a page without scripts that loads nothing, in a sandbox."""
+    from lora_rocm.report.report import write_report
+
+    run_dir = _run(request)
+    path = write_report(run_dir)
+    headers = {"content-security-policy": SANDBOX_POLICY}
+    return FileResponse(path, media_type="text/html", content_disposition_type="inline", headers=headers)
+
+
+def log(request: Request) -> Response:
+    """The ends of the workers' logs."""
+    return fragment(request, VIEW, "log", logs=logs_of(_run(request)))
+
+
+def recipe(request: Request) -> Response:
+    """The run's own recipe."""
+    run_dir = _run(request)
+    content, _ = context_of(request).edits.read(context_of(request).folders.resolve(str(run_dir.recipe)))
+    return fragment(request, VIEW, "recipe", recipe=(content or b"").decode("utf-8", "replace"))
+
+
+def size(request: Request) -> Response:
+    """The space that deleting the run frees."""
+    from lora_rocm.commands.run_folder import disk_bytes
+
+    return fragment(request, VIEW, "freed", freed=disk_bytes(_run(request).path))
+
+
+def stop(request: Request) -> Response:
+    """Ask the run to finish its step, save and end."""
+    run_dir = _run(request)
+    run_dir.ask_to_stop()
+    return state(request)
+
+
+def resume(request: Request) -> Response:
+    """Continue the run in its own process."""
+    ui = context_of(request)
+    ui.launches.resume(_run(request), ui.folders.working)
+    return state(request)
+
+
+async def rename(request: Request) -> Response:
+    """Rename the run's directory."""
+    from starlette.concurrency import run_in_threadpool
+
+    from lora_rocm.commands.run_folder import rename_run
+
+    moved = await run_in_threadpool(rename_run, _run(request), await text_of(request, "name"))
+    return RedirectResponse(url("/runs/view", dir=context_of(request).folders.name_of(moved.path)), 303)
+
+
+def archive(request: Request) -> Response:
+    """Move the run into the archive, or back."""
+    from lora_rocm.commands.run_folder import archive_run
+
+    moved = archive_run(_run(request))
+    return RedirectResponse(url("/runs/view", dir=context_of(request).folders.name_of(moved.path)), 303)
+
+
+def delete(request: Request) -> Response:
+    """Delete the run with all its files."""
+    from lora_rocm.commands.run_folder import delete_run
+
+    delete_run(_run(request))
+    return RedirectResponse("/runs", 303)
+
+
+def _run(request: Request) -> RunDir:
+    return context_of(request).folders.run(query_of(request, "dir"))
+
+
+def _file(request: Request) -> Path:
+    """Return a file in the run. Links that leave the run's directory are refused.
+
+    Raises:
+        UserError: outside-folders: it is outside.
+    """
+    run_dir = _run(request)
+    path = context_of(request).folders.resolve(str(run_dir.path / query_of(request, "file")))
+    if not run_dir.holds(path):
+        fix = "Only files in the run's own directory are shown."
+        raise UserError("outside-folders", "This file is not in the run.", where=str(path), fix=fix)
+    return path
+
+
+def _details(request: Request, run_dir: RunDir) -> ShownDetails:
+    ui = context_of(request)
+    return details_of(ui.views.of(run_dir), ui.launches.of(run_dir.path))
+
+
+def _number(request: Request, name: str, default: float) -> float:
+    """Return a number of the address. Anything else counts as the default."""
+    try:
+        value = float(request.query_params.get(name, default))
+    except ValueError:
+        return default
+    return value if abs(value) < 1e9 else default
+
+
+PART = Part(
+    "run",
+    "/runs",
+    [
+        Route("/runs", listed),
+        Route("/runs/list", listed_again),
+        Route("/runs/view", view),
+        Route("/runs/state", state),
+        Route("/runs/stories", stories),
+        Route("/runs/curve", curve),
+        Route("/runs/previews", previews),
+        Route("/runs/picture", picture),
+        Route("/runs/files", files),
+        Route("/runs/download", download),
+        Route("/runs/report", report),
+        Route("/runs/log", log),
+        Route("/runs/recipe", recipe),
+        Route("/runs/size", size),
+        Route("/runs/stop", stop, methods=["POST"]),
+        Route("/runs/resume", resume, methods=["POST"]),
+        Route("/runs/rename", rename, methods=["POST"]),
+        Route("/runs/archive", archive, methods=["POST"]),
+        Route("/runs/delete", delete, methods=["POST"]),
+    ],
+)

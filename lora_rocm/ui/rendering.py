@@ -1,0 +1,149 @@
+"""Pages and their pieces, rendered from ``templates/*.html.j2``. Only templates write markup, and escape every text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from urllib.parse import urlencode
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, nodes
+from markupsafe import Markup
+from starlette.requests import Request
+from starlette.responses import HTMLResponse
+
+from lora_rocm.commands.output import Failure
+from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, UserError
+from lora_rocm.foundation.terminal_text import legible
+from lora_rocm.foundation.units import count_text, number_text, rate_text, size_text, time_text
+from lora_rocm.ui.context import context_of
+from lora_rocm.ui.edits import EditConflict
+from lora_rocm.ui.texts import require_texts, t
+
+TEMPLATES = Path(__file__).with_name("templates")
+STATUS_OF = {"outside-folders": 403, "no-run": 404, "no-folder": 404, "edit-conflict": 409, "page-missing": 404}
+"""HTTP status of errors by code; other errors have the status of their branch."""
+
+
+def url(path: str, **query: object) -> str:
+    """Return an address of this server. Values of the query are quoted; None is omitted."""
+    given = {name: value for name, value in query.items() if value is not None}
+    return f"{path}?{urlencode(given)}" if given else path
+
+
+@cache
+def environment() -> Environment:
+    """Return the environment of all templates."""
+    made = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        finalize=_shown,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        auto_reload=False,
+    )
+    made.globals["t"], made.globals["url"] = t, url
+    made.filters |= {
+        "size": size_text,
+        "number": number_text,
+        "duration": time_text,
+        "rate": rate_text,
+        "counted": count_text,
+    }
+    return made
+
+
+def _shown(value: object) -> object:
+    """Escape controls and bidirectional marks in a text, so that a file's name cannot imitate another."""
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return legible(value, keep="\n\t")
+    return "" if value is None else value
+
+
+def require_templates() -> None:
+    """Check that every template can be read, and that every text that it names exists.
+
+    Raises:
+        UnknownTextError: a text is missing.
+    """
+    keys, prefixes = set[str](), set[str]()
+    for name in environment().list_templates():
+        source = environment().loader.get_source(environment(), name)[0]  # type: ignore[union-attr]
+        for call in environment().parse(source).find_all(nodes.Call):
+            if not (isinstance(call.node, nodes.Name) and call.node.name == "t" and call.args):
+                continue
+            first = call.args[0]
+            if isinstance(first, nodes.Const):
+                keys.add(str(first.value))
+            elif isinstance(first, nodes.Concat) and isinstance(first.nodes[0], nodes.Const):
+                prefixes.add(str(first.nodes[0].value))
+    require_texts(keys, prefixes)
+
+
+def page(request: Request, template: str, http_status: int = 200, **values: object) -> HTMLResponse:
+    """Return a whole page. The template extends ``base.html.j2``."""
+    text = environment().get_template(template).render(_common(request, values))
+    return HTMLResponse(text, http_status, headers={"vary": "HX-Request"})
+
+
+def fragment(request: Request, template: str, block: str, http_status: int = 200, **values: object) -> HTMLResponse:
+    """Return one block of a template, to replace a piece of a page."""
+    found = environment().get_template(template)
+    context = found.new_context(_common(request, values))
+    return HTMLResponse("".join(found.blocks[block](context)), http_status)
+
+
+def is_fragment(request: Request) -> bool:
+    """Whether htmx asks for a piece of a page, so that a whole page would be wrong."""
+    return request.headers.get("hx-request") == "true"
+
+
+def problem(request: Request, error: LoraRocmError) -> HTMLResponse:
+    """Return the box with an error, in the words of the command line.
+
+    A piece of a page gets the box at its top, and the page keeps what the user has written.
+    """
+    status, failure = _status(error), Failure.of(error)
+    conflict = error if isinstance(error, EditConflict) else None
+    if not is_fragment(request):
+        return page(request, "problem.html.j2", status, failure=failure, conflict=conflict, part=None)
+    answer = fragment(request, "problem.html.j2", "box", status, failure=failure, conflict=conflict)
+    answer.headers["HX-Retarget"] = request.headers.get("x-problem-target", "#problem")
+    answer.headers["HX-Reswap"] = "innerHTML show:top"
+    return answer
+
+
+def _status(error: LoraRocmError) -> int:
+    if error.code in STATUS_OF:
+        return STATUS_OF[error.code]
+    match error:
+        case UserError():
+            return 422
+        case StoppedError():
+            return 409
+        case MachineError():
+            return 503
+    return 500
+
+
+def _common(request: Request, values: Mapping[str, object]) -> dict[str, object]:
+    """Return the values that every template may use."""
+    ui = context_of(request)
+    shared = {
+        "csrf": ui.access.csrf,
+        "parts": ui.parts,
+        "part": _part(request),
+        "folders": ui.folders,
+        "live": None,
+        "failure": None,
+        "conflict": None,
+    }
+    return {**shared, **values}
+
+
+def _part(request: Request) -> str | None:
+    """Return the key of the part that the address belongs to."""
+    path = request.url.path
+    found = [part for part in context_of(request).parts if path == part.path or path.startswith(f"{part.path}/")]
+    return max(found, key=lambda part: len(part.path)).key if found else None

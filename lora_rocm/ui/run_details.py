@@ -1,0 +1,206 @@
+"""The contents of a run's page, except for its curves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_rocm.errors import LoraRocmError
+from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.foundation.json_text import parse_json
+from lora_rocm.report.figures import RunProgress, progress_of
+from lora_rocm.report.incident_texts import promise, trouble_text
+from lora_rocm.rundir.event_types import (
+    ChangeEvent,
+    ErrorEvent,
+    FailureEvent,
+    IncidentEvent,
+    NoticeEvent,
+    RestartEvent,
+    TelemetryEvent,
+)
+from lora_rocm.rundir.heartbeat import read_heartbeat
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.run_view import RunView
+from lora_rocm.telemetry.numbers import long_text
+from lora_rocm.ui.launch import Launched
+from lora_rocm.ui.run_phases import ShownPhase, activity_of, phases_of
+
+SILENT_S = 60.0
+"""Time without an event after which the page names it."""
+MAX_LOG_BYTES = 1 << 16
+MAX_STORIES = 50
+MAX_PROMPT_BYTES = 1 << 16
+DAY = "%Y-%m-%d %H:%M:%S"
+
+
+@dataclass(frozen=True)
+class ShownDetails:
+    """The state of a run.
+
+    Attributes:
+        view: the run.
+        progress: its position and speed.
+        phases: the phases of its newest start.
+        activity: its present phase, or None.
+        is_stopping: whether it was asked to stop and still runs.
+        silent_s: seconds since its last event, if it runs and they are many; otherwise None.
+        readings: the newest readings of each GPU as text.
+        launch_output: the output of a process that was started here and ended before the run recorded why.
+        can_resume: whether there is something to continue.
+    """
+
+    view: RunView
+    progress: RunProgress
+    phases: Sequence[ShownPhase]
+    activity: str | None
+    is_stopping: bool
+    silent_s: float | None
+    readings: Sequence[str]
+    launch_output: str
+    can_resume: bool
+
+    @property
+    def share(self) -> float | None:
+        """The part of its steps that is done, from 0 to 1; None if the number of steps is not known."""
+        total = self.progress.max_train_steps
+        return min(1.0, self.progress.updates / total) if total else None
+
+    @property
+    def problem(self) -> FailureEvent | ErrorEvent | None:
+        """The event with which it failed, if it does not run."""
+        return None if self.view.is_running else self.view.problem
+
+
+def details_of(view: RunView, launched: Launched | None) -> ShownDetails:
+    """Return the state of a run. ``launched``: the process that this server started for it, or None."""
+    running, latest_s = view.is_running, view.latest_s
+    silent_s = time.time() - latest_s if running and latest_s is not None else None
+    beat = read_heartbeat(view.run_dir.heartbeat()) if running else None
+    failed = launched is not None and not running and launched.exit_code not in (None, 0) and view.problem is None
+    return ShownDetails(
+        view,
+        progress_of(view),
+        phases_of(view),
+        (activity_of(view) or (beat.activity if beat else "imports")) if running else None,
+        running and view.run_dir.stop.exists(),
+        silent_s if silent_s is not None and silent_s > SILENT_S else None,
+        [long_text(reading) for reading in view.readings if isinstance(reading, TelemetryEvent)] if running else [],
+        launched.end_of_output if failed and launched is not None else "",
+        not running and view.state != "finished" and view.run_dir.recipe.is_file(),
+    )
+
+
+@dataclass(frozen=True)
+class Story:
+    """Something that happened to a run. kind: failure, change, restart, incident or notice."""
+
+    kind: str
+    when: str
+    text: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Stories:
+    """The incidents of a run. meaning: their effect on the result; empty if there are none."""
+
+    found: Sequence[Story]
+    num_more: int
+    meaning: str
+
+
+def stories_of(view: RunView) -> Stories:
+    """Return a run's failures, changes, restarts, handled faults and notices, the newest first."""
+    trouble = [(event.time, _story(event, trouble_text(event))) for event in view.trouble]
+    handled = [(event.time, _handled(event)) for event in view.all(IncidentEvent) if event.kind != "fp16-overflow"]
+    notices = [(event.time, _story(event, event.text)) for event in view.all(NoticeEvent)]
+    found = sorted([*trouble, *handled, *notices], key=lambda pair: pair[0])[::-1]  # of one time, the last one first
+    stories = [story for _, story in found[:MAX_STORIES]]
+    return Stories(stories, len(found) - len(stories), promise(view.trouble) if view.trouble else "")
+
+
+def _story(event: FailureEvent | ChangeEvent | RestartEvent | NoticeEvent, text: str) -> Story:
+    detail = "\n".join(event.what.splitlines()[1:]) if isinstance(event, FailureEvent) else ""
+    return Story(event.type, time.strftime(DAY, time.localtime(event.time)), text, detail)
+
+
+def _handled(event: IncidentEvent) -> Story:
+    samples = f" ({', '.join(event.samples[:5])})" if event.samples else ""
+    text = f"{event.detail}{samples}: {event.action}."
+    return Story(event.type, time.strftime(DAY, time.localtime(event.time)), text)
+
+
+@dataclass(frozen=True)
+class PreviewRound:
+    """The previews of one step. files: paths relative to the run, with their prompts; texts: of language models."""
+
+    updates: int
+    files: Sequence[tuple[str, str]]
+    texts: Sequence[str]
+
+
+def previews_of(run_dir: RunDir) -> list[PreviewRound]:
+    """Return all rounds of previews, the newest first."""
+    found = []
+    for updates, folder in reversed(run_dir.list_samples()):
+        prompts = _prompts(folder)
+        images = sorted(path for path in folder.glob("*.png") if path.is_file() and run_dir.holds(path))
+        files = [
+            (path.relative_to(run_dir.path).as_posix(), prompts[number] if number < len(prompts) else "")
+            for number, path in enumerate(images)
+        ]
+        texts = list(_texts(run_dir, folder))
+        if files or texts:
+            found.append(PreviewRound(updates, files, texts))
+    return found
+
+
+def _prompts(folder: Path) -> list[str]:
+    """Return the prompts of a round; an empty list if they are not recorded or cannot be read."""
+    try:
+        requests = parse_json(read_plain(folder / "requests.json", MAX_PROMPT_BYTES * 16))
+    except (OSError, ValueError, RecursionError):
+        return []
+    rows = requests if isinstance(requests, list) else []
+    return [str(row["prompt"]) if isinstance(row, dict) and "prompt" in row else "" for row in rows]
+
+
+def _texts(run_dir: RunDir, folder: Path) -> Iterator[str]:
+    for path in sorted(folder.glob("*.txt")):
+        try:
+            if run_dir.holds(path):
+                yield read_plain(path, MAX_PROMPT_BYTES).decode("utf-8", "replace")
+        except OSError:
+            continue
+
+
+def result_paths(view: RunView) -> list[Path]:
+    """Return the intact result files that a browser can save, LoRA files first."""
+    try:
+        return [path for path in view.files.whole if path.is_file() and view.run_dir.holds(path)]
+    except LoraRocmError:
+        return []
+
+
+def logs_of(run_dir: RunDir) -> list[tuple[int, str]]:
+    """Return the ends of the workers' logs, each with its rank. A run on one GPU has one worker."""
+    ranks = sorted({0, *(rank for rank, _ in run_dir.worker_locks())})
+    return [(rank, text) for rank in ranks if (text := log_end(run_dir, rank))]
+
+
+def log_end(run_dir: RunDir, rank: int = 0) -> str:
+    """Return the end of a worker's log; empty if there is none."""
+    path = run_dir.log_of(rank)
+    try:
+        if not (path.is_file() and run_dir.holds(path)):
+            return ""
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - MAX_LOG_BYTES))
+            text = file.read(MAX_LOG_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return ""
+    return text if size <= MAX_LOG_BYTES else text.partition("\n")[2]

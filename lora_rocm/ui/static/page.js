@@ -1,0 +1,94 @@
+// What every page needs: the live stream, the switch of colours, and buttons that copy.
+
+/**
+ * The live stream of this tab. Each name in a message becomes an event "live:NAME" of the body; steps are in its detail.
+ * A hidden tab has no stream: a browser opens only six connections to a server, and tabs that nobody sees would take
+ * them all. When it is shown again, it continues at its place.
+ */
+function follow(address) {
+  const lost = document.getElementById("live-lost");
+  let stream = null;
+  let place = null;
+  const announce = (name, steps = []) => {
+    document.body.dispatchEvent(new CustomEvent(`live:${name}`, { detail: { steps } }));
+  };
+  const open = () => {
+    const url = new URL(address, location.href);
+    if (place) url.searchParams.set("from", place);
+    stream = new EventSource(url);
+    stream.addEventListener("open", () => { lost.hidden = true; });
+    stream.addEventListener("error", () => {
+      if (stream === null) return;
+      lost.hidden = false;
+      if (stream.readyState === EventSource.CLOSED) {
+        stream = null;
+        setTimeout(() => { if (!document.hidden && stream === null) open(); }, 3000);
+      }
+    });
+    stream.addEventListener("live", (message) => {
+      place = message.lastEventId;
+      const { changed, steps } = JSON.parse(message.data);
+      for (const name of changed) announce(name, steps);
+    });
+  };
+  const close = () => {
+    stream?.close();
+    stream = null;
+  };
+  document.addEventListener("visibilitychange", () => {
+    if (document.hidden) {
+      close();
+    } else if (stream === null) {
+      open();
+      announce("state");
+      announce("runs");
+    }
+  });
+  addEventListener("pagehide", close);
+  addEventListener("pageshow", (event) => { if (event.persisted && stream === null) open(); });
+  if (!document.hidden) open();
+}
+
+/** The headers with which a script of this page proves a change: fetch(url, {method: "POST", headers: csrfHeaders()}). */
+export function csrfHeaders() {
+  return { "X-CSRF": document.querySelector('meta[name="csrf"]').content };
+}
+document.addEventListener("htmx:config:request", (event) => {
+  Object.assign(event.detail.ctx.request.headers, csrfHeaders());
+});
+
+class CopyButton extends HTMLElement {
+  connectedCallback() {
+    if (this.firstChild) return;
+    const button = document.createElement("button");
+    button.type = "button";
+    button.textContent = this.dataset.copy;
+    button.addEventListener("click", async () => {
+      const text = this.previousElementSibling.textContent;
+      try {
+        await navigator.clipboard.writeText(text);
+        button.textContent = this.dataset.copied;
+      } catch {
+        getSelection().selectAllChildren(this.previousElementSibling);
+        button.textContent = this.dataset.byHand;
+      }
+      setTimeout(() => { button.textContent = this.dataset.copy; }, 2000);
+    });
+    this.append(button);
+  }
+}
+customElements.define("copy-button", CopyButton);
+
+const theme = document.getElementById("theme");
+theme.value = document.documentElement.dataset.theme ?? "";
+theme.addEventListener("change", () => {
+  document.documentElement.dataset.theme = theme.value;
+  try {
+    localStorage.setItem("theme", theme.value);
+  } catch {
+    // storage is switched off: the choice holds for this page
+  }
+  document.body.dispatchEvent(new CustomEvent("theme"));
+});
+
+follow(document.body.dataset.live);

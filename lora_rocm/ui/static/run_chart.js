@@ -1,0 +1,170 @@
+// <run-chart>: a curve of a run, of the whole run however long it is. The server reduces it to the chart's width and
+// smooths it over all steps; new steps arrive by the live stream.
+
+const FIELDS = ["updates", "loss", "learning_rate", "memory_bytes", "step_s"];
+const MORE_POINTS = 3; // after so many times the points of the first answer, the curve is asked for again
+
+/** Fetch a curve: two lists of numbers. */
+async function fetchCurve(dir, field, points, smooth) {
+  const query = new URLSearchParams({ dir, field, points, smooth });
+  const answer = await fetch(`/runs/curve?${query}`);
+  if (!answer.ok) return [[], []];
+  const numbers = new Float32Array(await answer.arrayBuffer());
+  const half = numbers.length / 2;
+  return [Array.from(numbers.subarray(0, half)), Array.from(numbers.subarray(half))];
+}
+
+/** The weight of the moving average: 0 on the left of the slider, 0.999 on its right. */
+function smoothingWeight() {
+  const slider = document.getElementById("curve-smooth");
+  return slider ? 1 - 10 ** (-3 * slider.value / 100) : 0;
+}
+
+class RunChart extends HTMLElement {
+  connectedCallback() {
+    this.isMain = this.dataset.field === "loss";
+    this.divisor = Number(this.dataset.divisor ?? 1);
+    this.curves = []; // {label, color, width, x, y}
+    this.box = document.createElement("div");
+    this.box.className = "chart";
+    this.box.setAttribute("role", "img");
+    this.append(this.box);
+    this.listen(document.body, "live:step", (event) => this.append_steps(event.detail.steps));
+    this.listen(document.body, "live:reset", () => this.load());
+    this.listen(document.body, "theme", () => this.draw());
+    this.listen(matchMedia("(prefers-color-scheme: dark)"), "change", () => this.draw());
+    if (this.isMain) {
+      this.listen(document.body, "live:validation", () => this.load());
+      for (const [id, kind, work] of [
+        ["curve-smooth", "input", () => this.soon()],
+        ["curve-other", "change", () => this.load()],
+        ["curve-log", "change", () => this.draw()],
+      ]) {
+        const control = document.getElementById(id);
+        if (control) this.listen(control, kind, work);
+      }
+    }
+    this.observer = new ResizeObserver(() => this.resize());
+    this.observer.observe(this);
+    this.load();
+  }
+
+  disconnectedCallback() {
+    this.left = true;
+    this.observer.disconnect();
+    for (const [target, kind, work] of this.listening ?? []) target.removeEventListener(kind, work);
+    this.plot?.destroy();
+  }
+
+  listen(target, kind, work) {
+    target.addEventListener(kind, work);
+    (this.listening ??= []).push([target, kind, work]);
+  }
+
+  soon() {
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => this.load(), 120);
+  }
+
+  async load() {
+    const { dir, field } = this.dataset;
+    const points = Math.round(2 * Math.max(300, this.clientWidth));
+    const weight = smoothingWeight();
+    this.weight = weight;
+    const other = this.isMain ? document.getElementById("curve-other")?.value : "";
+    const wanted = [fetchCurve(dir, field, points, 0)];
+    if (this.isMain) {
+      wanted.push(fetchCurve(dir, field, points, weight), fetchCurve(dir, "held_out", points, 0));
+      if (other) wanted.push(fetchCurve(other, field, points, weight));
+    }
+    const number = (this.asked = (this.asked ?? 0) + 1);
+    const [raw, smooth, heldOut, second] = await Promise.all(wanted);
+    if (this.left || number !== this.asked) return; // a newer question is on its way
+    const shown = (curve) => ({ x: curve[0], y: curve[1].map((value) => value / this.divisor) });
+    if (this.isMain) {
+      this.curves = [
+        { label: this.dataset.raw, color: "--chart-raw", width: 1, ...shown(raw) },
+        { label: this.dataset.smoothed, color: "--chart-1", width: 2, ...shown(smooth) },
+      ];
+      if (heldOut[0].length) this.curves.push({ label: this.dataset.heldOut, color: "--chart-3", width: 2, ...shown(heldOut) });
+      if (second) this.curves.push({ label: other.split(/[\\/]/).pop(), color: "--chart-2", width: 2, ...shown(second) });
+    } else {
+      this.curves = [{ label: this.dataset.title, color: "--chart-1", width: 1.5, ...shown(raw) }];
+    }
+    this.limit = MORE_POINTS * points;
+    this.draw();
+  }
+
+  append_steps(steps) {
+    const at = FIELDS.indexOf(this.dataset.field);
+    const [raw, smooth] = this.curves;
+    if (!raw || !steps?.length) return;
+    for (const step of steps) {
+      const value = step[at];
+      if (value === null) continue;
+      for (const curve of this.isMain ? [raw, smooth] : [raw]) {
+        while (curve.x.length && curve.x.at(-1) >= step[0]) { // resumed from an earlier step
+          curve.x.pop();
+          curve.y.pop();
+        }
+      }
+      raw.x.push(step[0]);
+      raw.y.push(value / this.divisor);
+      if (this.isMain) {
+        const before = smooth.y.at(-1) ?? value;
+        smooth.x.push(step[0]);
+        smooth.y.push(this.weight * before + (1 - this.weight) * value);
+      }
+    }
+    if (raw.x.length > this.limit) this.load();
+    else this.draw();
+  }
+
+  get data() {
+    const tables = this.curves.map((curve) => [curve.x, curve.y]);
+    return tables.length > 1 ? uPlot.join(tables) : tables[0];
+  }
+
+  draw() {
+    this.plot?.destroy();
+    this.plot = null;
+    const first = this.curves[0];
+    if (!first?.x.length) {
+      this.box.textContent = this.dataset.empty;
+      this.box.setAttribute("aria-label", this.dataset.empty);
+      return;
+    }
+    this.box.textContent = "";
+    const main = this.isMain ? this.curves[1] : first;
+    const last = main.y.at(-1);
+    this.box.setAttribute("aria-label", `${this.dataset.title}: ${last?.toPrecision(4)} (${this.dataset.x} ${main.x.at(-1)})`);
+    const style = getComputedStyle(this);
+    const color = (name) => style.getPropertyValue(name).trim();
+    const isLog = this.isMain && document.getElementById("curve-log")?.checked;
+    const axis = { stroke: color("--soft"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line"), width: 1 } };
+    const axes = [{ ...axis }, { ...axis, size: 64, values: (plot, values) => values.map((value) => (value === null ? "" : Number(value.toPrecision(4)).toString())) }];
+    const series = this.curves.map((curve) => ({
+      label: curve.label,
+      stroke: color(curve.color),
+      width: curve.width,
+      spanGaps: true,
+      points: { show: curve.x.length < 3 },
+      value: (plot, value) => (value === null || value === undefined ? "–" : Number(value.toPrecision(4)).toString()),
+    }));
+    const options = {
+      width: Math.max(200, this.clientWidth),
+      height: Number(this.dataset.height),
+      scales: { x: { time: false }, y: isLog ? { distr: 3 } : {} },
+      axes,
+      legend: { show: this.isMain, live: true },
+      cursor: { drag: { x: true, y: false } },
+      series: [{ label: this.dataset.x }, ...series],
+    };
+    this.plot = new uPlot(options, this.data, this.box);
+  }
+
+  resize() {
+    if (this.plot && this.clientWidth) this.plot.setSize({ width: Math.max(200, this.clientWidth), height: Number(this.dataset.height) });
+  }
+}
+customElements.define("run-chart", RunChart);

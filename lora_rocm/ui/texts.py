@@ -1,0 +1,53 @@
+"""The English texts of the page, in ``texts.toml``. Templates and handlers name them by key."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+FILE = Path(__file__).with_name("texts.toml")
+
+
+class UnknownTextError(LookupError):
+    """A template or a handler names a text that ``texts.toml`` does not have."""
+
+
+@cache
+def texts() -> Mapping[str, str]:
+    """Return all texts by key, such as "start.title"."""
+    return dict(_flat(tomllib.loads(FILE.read_text(encoding="utf-8"))))
+
+
+def _flat(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", str(value)
+
+
+def t(key: str, /, **values: object) -> str:
+    """Return the text with this key. ``values`` replace its placeholders.
+
+    Raises:
+        UnknownTextError: there is no such text.
+    """
+    text = texts().get(key)
+    if text is None:
+        raise UnknownTextError(f"texts.toml has no text {key!r}")
+    return text.format(**values) if values else text
+
+
+def require_texts(keys: set[str], prefixes: set[str]) -> None:
+    """Check that every key has a text, and that every prefix of computed keys has at least one.
+
+    Raises:
+        UnknownTextError: a text is missing. It is raised when the server starts, not when a user opens a page.
+    """
+    known = texts()
+    missing = sorted(keys - known.keys())
+    missing += [f"{prefix}*" for prefix in sorted(prefixes) if not any(key.startswith(prefix) for key in known)]
+    if missing:
+        raise UnknownTextError(f"texts.toml has no text for: {', '.join(missing)}")

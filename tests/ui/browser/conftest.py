@@ -1,0 +1,117 @@
+"""One server and one browser for each process of tests. Without Chromium the tests are skipped."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.ui.server import PageServer
+from tests.supervisor.fake_run import write_whole_run
+
+REQUIRED = "LORA_ROCM_REQUIRE_BROWSER"
+AXE = Path(__file__).parents[1] / "vendored" / "axe.min.js"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+TIMEOUT_MS = 10_000
+
+
+@dataclass
+class Tab:
+    """A tab of the browser with the server's cookie.
+
+    ``page`` is Playwright's page. ``folder`` is the server's folder, which all tests of a process share, so a test
+    makes its own runs and files. ``faults`` has errors of scripts and of the policy; a test fails if there are any.
+    """
+
+    page: Any
+    server: PageServer
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def folder(self) -> Path:
+        return self.server.context.folders.working
+
+    @property
+    def address(self) -> str:
+        return self.server.link.partition("/?")[0]
+
+    def open(self, path: str) -> Any:
+        """Open an address of the server."""
+        answer = self.page.goto(self.address + path)
+        assert answer is not None and answer.status < 400, f"{path}: {answer and answer.status}"
+        return self.page
+
+    def settle(self) -> None:
+        """Wait for the requests of htmx. The policy forbids ``wait_for_function``, which evaluates text."""
+        self.page.locator(".htmx-request").first.wait_for(state="detached")
+
+    def run(self, name: str) -> RunDir:
+        """Write a finished run."""
+        run_dir = RunDir(self.folder / "runs" / name)
+        shutil.rmtree(run_dir.path, ignore_errors=True)
+        write_whole_run(run_dir)
+        return run_dir
+
+    def axe(self) -> list[str]:
+        """Return what axe-core finds on the page: rule, help and the first place of each violation of WCAG 2.2 AA."""
+        self.page.evaluate(AXE.read_text(encoding="utf-8"))
+        tags = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+        found = self.page.evaluate("tags => axe.run({runOnly: tags})", tags)
+        return [f"{each['id']}: {each['help']}: {each['nodes'][0]['html'][:200]}" for each in found["violations"]]
+
+    def widest(self) -> int:
+        """Return by how many pixels the page is wider than its window."""
+        return int(self.page.evaluate("document.documentElement.scrollWidth - innerWidth"))
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """The browser of this process."""
+    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if found is None:
+        if os.environ.get(REQUIRED):
+            pytest.fail("there is no Chromium here")
+        pytest.skip("there is no Chromium here")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageServer]:
+    """The server of this process."""
+    folder, before = tmp_path_factory.mktemp("my models"), Path.cwd()
+    os.chdir(folder)
+    with PageServer.listening(folder, Path("runs"), "127.0.0.1", 0) as made:
+        thread = threading.Thread(target=made.serve, daemon=True)
+        thread.start()
+        yield made
+        made.stop()
+        thread.join(10)
+    os.chdir(before)
+
+
+@pytest.fixture
+def tab(browser: Any, server: PageServer) -> Iterator[Tab]:
+    """A new tab, logged in, in an own browser profile."""
+    profile = browser.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+    profile.set_default_timeout(TIMEOUT_MS)
+    page = profile.new_page()
+    made = Tab(page, server)
+    page.on("pageerror", lambda error: made.faults.append(str(error)))
+    page.on("console", lambda line: made.faults.append(line.text) if line.type == "error" else None)
+    access = server.context.access
+    profile.add_cookies([{"name": access.cookie_name, "value": access.cookie, "url": made.address}])
+    yield made
+    profile.close()
+    assert not made.faults

@@ -1,0 +1,35 @@
+"""The page's texts: each key has one, and each text is used."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lora_rocm.ui.rendering import require_templates
+from lora_rocm.ui.texts import UnknownTextError, require_texts, t, texts
+
+PACKAGE = Path(__file__).parents[2] / "lora_rocm" / "ui"
+
+
+def test_every_key_of_the_templates_has_a_text() -> None:
+    require_templates()
+
+
+def test_a_missing_key_is_an_error() -> None:
+    require_texts({"start.title"}, {"state."})
+    for keys, prefixes in (({"start.nothing"}, set()), (set(), {"nothing."})):
+        with pytest.raises(UnknownTextError):
+            require_texts(keys, prefixes)
+    with pytest.raises(UnknownTextError):
+        t("start.nothing")
+
+
+def test_every_text_is_used() -> None:
+    sources = [
+        path.read_text(encoding="utf-8") for suffix in ("*.j2", "*.py", "*.js") for path in PACKAGE.rglob(suffix)
+    ]
+    used = {key for source in sources for key in re.findall(r"""\bt\(["']([\w.]+)["']""", source)}
+    prefixes = {key for source in sources for key in re.findall(r"""\bt\(f?["']([\w.]+\.)(?:["'] ~|\{)""", source)}
+    assert not [key for key in texts() if key not in used and not key.startswith(tuple(prefixes))]
