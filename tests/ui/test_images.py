@@ -1,0 +1,156 @@
+"""Images without a browser: the grid's rows, captions against their version, conflicts, undo, and hostile folders."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_rocm.ui.image_set.choosing import MAX_ROWS
+from lora_rocm.ui.image_set.listing import LISTINGS
+from tests.ui.image_folders import write_folder, write_image
+from tests.ui.site import Site, code_of
+
+
+@pytest.fixture
+def folder(site: Site) -> Path:
+    """A folder with four images."""
+    return write_folder(site.folder / "ä pictures")
+
+
+def rows(site: Site, **query: Any) -> list[list[str]]:
+    """Return the rows that the grid gets."""
+    answer = site.client.get("/images/items", params={"dir": "ä pictures", **query})
+    assert answer.status_code == 200, answer.text
+    return list(answer.json()["rows"])
+
+
+def fields(site: Site, name: str) -> dict[str, str]:
+    """Return the fields of the first caption in the editor of an image."""
+    text = site.get("/images/item", dir="ä pictures", name=name)
+    hidden = dict(re.findall(r'name="(file|version)" value="([^"]*)"', text))
+    return {**hidden, "text": re.findall(r"<textarea[^>]*>\n(.*?)</textarea>", text, re.DOTALL)[0]}
+
+
+def save(site: Site, name: str, given: dict[str, str]) -> Any:
+    return site.client.post("/images/caption", params={"dir": "ä pictures", "name": name}, data=given)
+
+
+def test_folders_are_found_and_opened(site: Site, folder: Path, tmp_path: Path) -> None:
+    site.run()
+    write_image(site.folder / "ä pictures" / "masks" / "image 0.png")
+    text = site.get("/images/found")
+    assert text.count("<li") == 1 and "4 images" in text  # neither previews of runs nor masks
+    elsewhere = write_folder(tmp_path / "elsewhere")
+    assert code_of(site.client.get("/images/view", params={"dir": str(elsewhere)}).text) == "outside-folders"
+    answer = site.client.post("/images/open", data={"folder": str(elsewhere)})
+    assert answer.status_code == 200 and site.get("/images/found").count("<li") == 2
+
+
+def test_the_grid_gets_windows_of_the_chosen_images(site: Site, folder: Path) -> None:
+    assert [row[0] for row in rows(site)] == [f"image {number}.png" for number in range(4)]
+    assert [row[2] for row in rows(site)] == ["", "", "n", ""]
+    assert [row[0] for row in rows(site, text="SMILE")] == ["image 1.png"]
+    assert [row[0] for row in rows(site, tag="woman")] == ["image 0.png", "image 1.png"]
+    assert [row[0] for row in rows(site, only="without")] == ["image 2.png"]
+    assert [row[0] for row in rows(site, sort="long", count=1)] == ["image 1.png"]
+    assert [row[0] for row in rows(site, start=3, count=MAX_ROWS + 1)] == ["image 3.png"]
+    first = site.client.get("/images/items", params={"dir": "ä pictures", "sort": "long"}).json()
+    (folder / "image 0.txt").write_text("x" * 100, encoding="utf-8")
+    again = site.client.get("/images/items", params={"dir": "ä pictures", "sort": "long", "choice": first["choice"]})
+    assert [row[0] for row in again.json()["rows"]] == [
+        row[0] for row in first["rows"]
+    ]  # nothing jumps while scrolling
+
+
+def test_a_caption_is_saved_read_as_training_reads_it_and_undone(site: Site, folder: Path) -> None:
+    given = fields(site, "image 2.png")
+    assert given == {"file": "image 2.txt", "version": "missing", "text": ""}
+    assert save(site, "image 2.png", {**given, "text": "a <b>tree</b>\r\nby a lake"}).status_code == 200
+    assert (folder / "image 2.txt").read_bytes() == b"a <b>tree</b>\nby a lake"
+    assert rows(site)[2][1:3] == ["a <b>tree</b> by a lake", ""]
+    text = site.get("/images/item", dir="ä pictures", name="image 2.png", trigger="zwx")
+    assert "zwx, a &lt;b&gt;tree&lt;/b&gt; by a lake" in text and "<b>tree" not in text
+    answer = site.client.post("/images/undo", params={"dir": "ä pictures"})
+    assert answer.status_code == 200 and not (folder / "image 2.txt").exists() and rows(site)[2][2] == "n"
+    assert code_of(site.client.post("/images/undo", params={"dir": "ä pictures"}).text) == "nothing-to-undo"
+
+
+def test_two_browsers_see_the_conflict(site: Site, folder: Path) -> None:
+    first, second = fields(site, "image 0.png"), fields(site, "image 0.png")
+    assert save(site, "image 0.png", {**first, "text": "first"}).status_code == 200
+    answer = save(site, "image 0.png", {**second, "text": "second"})
+    assert answer.status_code == 409 and (folder / "image 0.txt").read_text(encoding="utf-8") == "first"
+    assert ">first</pre>" in answer.text and "second</textarea>" in answer.text  # both are shown
+    version = re.findall(r'name="version" value="([^"]*)"', answer.text)[0]
+    assert save(site, "image 0.png", {**second, "text": "second", "version": version}).status_code == 200
+    assert (folder / "image 0.txt").read_text(encoding="utf-8") == "second"
+
+
+def test_a_caption_in_windows_text_is_shown_and_repaired(site: Site, folder: Path) -> None:
+    (folder / "image 0.txt").write_bytes("schön".encode("cp1252"))
+    assert rows(site)[0][2] == "p"
+    given = fields(site, "image 0.png")
+    assert given["text"] == "schön" and save(site, "image 0.png", given).status_code == 200
+    assert (folder / "image 0.txt").read_bytes() == "schön".encode() and rows(site)[0][2] == ""
+
+
+def test_only_caption_files_of_the_image_are_written(site: Site, folder: Path, tmp_path: Path) -> None:
+    for file in ("image 1.txt", "../x.txt", "image 0.png", ""):
+        answer = save(site, "image 0.png", {"file": file, "version": "missing", "text": "x"})
+        assert answer.status_code == 422 and code_of(answer.text) == "caption-file-unknown"
+    for name in ("../image.png", "missing.png", "x" * 5000, "image 0.txt"):
+        assert code_of(site.client.get("/images/item", params={"dir": "ä pictures", "name": name}).text) == "no-image"
+    large = save(site, "image 0.png", {**fields(site, "image 0.png"), "text": "x" * 70_000})
+    assert code_of(large.text) == "caption-too-large" and len(rows(site)[0][1]) < 70
+
+
+def test_links_lead_neither_captions_nor_images_out(site: Site, folder: Path, tmp_path: Path) -> None:
+    secret = write_image(tmp_path / "secret.png")
+    (tmp_path / "secret.txt").write_text("the secret", encoding="utf-8")
+    os.symlink(secret, folder / "linked.png")
+    os.symlink(tmp_path / "secret.txt", folder / "image 2.txt")
+    for address, name in (("thumb", "linked.png"), ("item", "image 2.png")):
+        answer = site.client.get(f"/images/{address}", params={"dir": "ä pictures", "name": name})
+        assert code_of(answer.text) == "outside-folders" and "the secret" not in answer.text
+    given = {"file": "image 2.txt", "version": "missing", "text": "overwritten"}
+    assert code_of(save(site, "image 2.png", given).text) == "outside-folders"
+    assert (tmp_path / "secret.txt").read_text(encoding="utf-8") == "the secret"
+    assert site.client.get("/images/thumb", params={"dir": "ä pictures", "name": "image 0.png"}).status_code == 200
+
+
+def test_a_folder_that_changes_is_read_again(site: Site, folder: Path) -> None:
+    assert len(rows(site)) == 4
+    write_image(folder / "new.png")
+    assert len(rows(site)) == 5
+    for path in folder.glob("*.png"):
+        path.unlink()
+    answer = site.client.get("/images/items", params={"dir": "ä pictures"})
+    assert answer.status_code == 422 and code_of(answer.text) == "data-folder-empty"
+    folder.joinpath("image 0.png").write_bytes(b"not an image")
+    assert rows(site, only="unread")[0][0] == "image 0.png"
+    assert code_of(site.client.get("/images/thumb", params={"dir": "ä pictures", "name": "image 0.png"}).text) == (
+        "image-unreadable"
+    )
+
+
+def test_a_folder_is_read_as_a_recipe_says(site: Site, folder: Path) -> None:
+    LISTINGS.forget()
+    recipe = site.folder / "a recipe.yaml"
+    recipe.write_text(
+        "model: {family: sd15, name_or_path: x}\ntrain: {max_train_steps: 1}\n"
+        f"data: {{path: '{folder.as_posix()}', resolution: 64, trigger_word: zwx, caption_extension: .cap}}\n",
+        encoding="utf-8",
+    )
+    (folder / "image 0.cap").write_text("from the cap", encoding="utf-8")
+    assert "a recipe.yaml" in site.get("/images/view", dir="ä pictures")
+    text = site.get("/images/item", dir="ä pictures", recipe="a recipe.yaml", name="image 0.png")
+    assert "zwx, from the cap" in text and "64 × 64" in text
+    other = site.client.get("/images/view", params={"dir": "runs", "recipe": "a recipe.yaml"})
+    assert other.status_code in (404, 422)
+    assert (
+        code_of(site.client.get("/images/view", params={"dir": "ä pictures", "resolution": "1"}).text) != "page-failed"
+    )
