@@ -50,6 +50,7 @@ def environment() -> Environment:
         "duration": time_text,
         "rate": rate_text,
         "counted": count_text,
+        "failure": Failure.of,
     }
     return made
 

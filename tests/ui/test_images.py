@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lora_rocm.ui.background import Work
 from lora_rocm.ui.image_set.choosing import MAX_ROWS
 from lora_rocm.ui.image_set.listing import LISTINGS
 from tests.ui.image_folders import write_folder, write_image
@@ -154,3 +156,79 @@ def test_a_folder_is_read_as_a_recipe_says(site: Site, folder: Path) -> None:
     assert (
         code_of(site.client.get("/images/view", params={"dir": "ä pictures", "resolution": "1"}).text) != "page-failed"
     )
+
+
+def change(site: Site, address: str = "change", **fields: str) -> str:
+    """Change captions, and return the answer when the change has ended."""
+    answer = site.client.post(f"/images/{address}", params={"dir": "ä pictures"}, data=fields)
+    for _ in range(200):
+        if "badge-running" not in answer.text:
+            break
+        time.sleep(0.02)
+        answer = site.client.get("/images/progress", params={"dir": "ä pictures"})
+    return answer.text
+
+
+def texts(folder: Path) -> list[str]:
+    return [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.txt"))]
+
+
+def test_many_captions_are_changed_and_undone_at_once(site: Site, folder: Path) -> None:
+    before = texts(folder)
+    shown = change(site, "preview", kind="replace", find="WOMAN", put="person")
+    assert "2 of 4" in shown and "person, red dress" in shown and texts(folder) == before
+    change(site, kind="replace", find="WOMAN", put="person")
+    assert texts(folder) == ["person, red dress", "person, smile, outdoors", "car"]
+    change(site, kind="prepend", find="zwx", scope="selected", names='["image 2.png", "image 3.png", "other.png"]')
+    assert texts(folder) == ["person, red dress", "person, smile, outdoors", "zwx", "zwx, car"]
+    change(site, kind="remove", find="smile", tag="smile", only="with")
+    assert texts(folder)[1] == "person, outdoors"
+    for _ in range(3):
+        assert site.client.post("/images/undo", params={"dir": "ä pictures"}).status_code == 200
+    assert texts(folder) == before
+
+
+def test_a_caption_changed_by_hand_stays_at_undo(site: Site, folder: Path) -> None:
+    change(site, kind="append", find="zwx")
+    (folder / "image 0.txt").write_text("by hand", encoding="utf-8")
+    answer = site.client.post("/images/undo", params={"dir": "ä pictures"})
+    assert answer.status_code == 200 and "1" in answer.text
+    assert texts(folder) == ["by hand", "woman, smile, outdoors", "car"]
+
+
+def test_a_change_without_text_or_selection_is_refused(site: Site, folder: Path) -> None:
+    assert code_of(change(site, kind="replace")) == "edit-empty"
+    assert code_of(change(site, kind="remove", find=" , ")) == "edit-empty"
+    assert code_of(change(site, kind="other", find="x")) == "edit-unknown"
+    for names in ("", "[]", "{", "5"):
+        assert code_of(change(site, kind="tidy", scope="selected", names=names)) == "selection-invalid"
+
+
+def test_a_change_of_many_can_be_cancelled(site: Site, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def advance(self: Work, done: int, total: int) -> None:
+        if done == 2:
+            self.cancel()
+        self.require_wanted()
+
+    monkeypatch.setattr(Work, "advance", advance)
+    assert "badge-cancelled" in change(site, kind="append", find="zwx")
+    assert [text.endswith("zwx") for text in texts(folder)] == [True, True, False]
+    site.client.post("/images/undo", params={"dir": "ä pictures"})
+    assert not any("zwx" in text for text in texts(folder))
+
+
+def test_tags_are_counted(site: Site, folder: Path) -> None:
+    text = site.get("/images/tags", dir="ä pictures", trigger="Woman")
+    counts = dict(re.findall(r'<th scope="row">([^<]*)</th><td class="num">(\d+)', text))
+    assert counts == {"woman": "2", "red dress": "1", "smile": "1", "outdoors": "1", "car": "1"}
+    assert "2 of 4" in text
+
+
+def test_captions_in_json_are_not_changed(site: Site, folder: Path) -> None:
+    (folder / "image 0.txt").unlink()
+    (folder / "image 0.json").write_text('{"caption": "woman"}', encoding="utf-8")
+    answer = site.client.post(
+        "/images/change", params={"dir": "ä pictures", "ext": ".json .txt"}, data={"kind": "append", "find": "zwx"}
+    )
+    assert answer.status_code == 200
+    assert (folder / "image 0.json").read_text(encoding="utf-8") == '{"caption": "woman"}'

@@ -16,7 +16,6 @@ from lora_rocm.errors import UserError
 from lora_rocm.ui.context import context_of
 from lora_rocm.ui.edits import EditConflict
 from lora_rocm.ui.fields import fields_of, query_of, text_of
-from lora_rocm.ui.part import Part
 from lora_rocm.ui.rendering import fragment, page, url
 from lora_rocm.ui.thumbnails import MEDIA_TYPE, SIDES_PX, thumbnail
 
@@ -238,20 +237,16 @@ def whole_number(request: Request, name: str, default: int) -> int:
     return int(text) if text.isdecimal() and text.isascii() and len(text) <= 9 else default
 
 
-PART = Part(
-    "images",
-    "/images",
-    [
-        Route("/images", start),
-        Route("/images/found", found),
-        Route("/images/cover", cover),
-        Route("/images/open", open_folder, methods=["POST"]),
-        Route("/images/view", view),
-        Route("/images/items", items),
-        Route("/images/thumb", thumb),
-        Route("/images/item", item),
-        Route("/images/caption", save, methods=["POST"]),
-        Route("/images/undo", undo, methods=["POST"]),
-        Route("/images/again", again, methods=["POST"]),
-    ],
-)
+ROUTES = [
+    Route("/images", start),
+    Route("/images/found", found),
+    Route("/images/cover", cover),
+    Route("/images/open", open_folder, methods=["POST"]),
+    Route("/images/view", view),
+    Route("/images/items", items),
+    Route("/images/thumb", thumb),
+    Route("/images/item", item),
+    Route("/images/caption", save, methods=["POST"]),
+    Route("/images/undo", undo, methods=["POST"]),
+    Route("/images/again", again, methods=["POST"]),
+]

@@ -444,3 +444,31 @@ document.body.addEventListener("images:changed", async (event) => {
   grid.reload(true);
   if (!event.detail.name && grid.opened && ![...editor.querySelectorAll("form.caption")].some(isChanged)) await openEditor(grid.opened);
 });
+
+// Changes of many captions
+
+const change = document.getElementById("change");
+document.body.addEventListener("images:selected", (event) => {
+  document.getElementById("scope-shown").textContent = `(${event.detail.total})`;
+  document.getElementById("scope-selected").textContent = `(${event.detail.names.size})`;
+});
+document.addEventListener("htmx:config:request", (event) => {
+  const { body } = event.detail.ctx.request;
+  if (body?.get?.("scope") === "selected") body.set("names", JSON.stringify([...grid.selected]));
+});
+document.body.addEventListener("click", (event) => {
+  const button = event.target.closest("[data-show-tag], [data-change]");
+  if (!button) return;
+  if (button.dataset.showTag !== undefined) {
+    filters.elements.tag.value = button.dataset.showTag;
+    choose();
+    grid.focus();
+    grid.scrollIntoView({ block: "start" });
+  } else {
+    document.getElementById("changes").open = true;
+    change.elements.kind.value = button.dataset.change;
+    change.elements.find.value = button.dataset.find;
+    change.scrollIntoView({ block: "center" });
+    change.elements[button.dataset.change === "replace" ? "put" : "find"].focus();
+  }
+});
