@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from lora_rocm.ui.background import Work
 from lora_rocm.ui.image_set.choosing import MAX_ROWS
@@ -232,3 +233,39 @@ def test_captions_in_json_are_not_changed(site: Site, folder: Path) -> None:
     )
     assert answer.status_code == 200
     assert (folder / "image 0.json").read_text(encoding="utf-8") == '{"caption": "woman"}'
+
+
+def ended(site: Site, address: str, **query: str) -> str:
+    """Return a piece of the page when its background work has ended."""
+    for _ in range(300):
+        text = site.get(f"/images/{address}", dir="ä pictures", **query)
+        if "badge-running" not in text:
+            return text
+        time.sleep(0.02)
+    raise AssertionError(text)
+
+
+def test_buckets_and_skipped_images_are_those_of_check(site: Site, folder: Path) -> None:
+    write_image(folder / "tall.png", (64, 128))
+    write_image(folder / "tiny.png", (8, 8))
+    (folder / "damaged.png").write_bytes(b"\x89PNG")
+    text = ended(site, "checked", resolution="128")
+    assert "5" in re.findall(r'class="figures">[^<]*?(\d+)\.', text)[0]
+    assert re.findall(r'data-only="bucket:(\w+)"', text) == ["64x64", "64x128"]
+    assert "tiny.png" in text and "damaged.png" in text
+    assert [row[0] for row in rows(site, only="bucket:64x128", resolution=128)] == ["tall.png"]
+    assert len(rows(site, only="bucket:9x9", resolution=128)) == 0
+
+
+def test_images_that_occur_twice_are_found(site: Site, folder: Path) -> None:
+    write_image(folder / "copy.png", colour=20).with_suffix(".png")  # as image 1
+    with Image.open(folder / "image 2.png") as image:
+        image.resize((48, 32)).save(folder / "scaled.jpg", quality=60)
+    text = ended(site, "alike")
+    groups = [re.findall(r'data-open-image="([^"]*)"', part) for part in text.split("<section")[1:]]
+    assert groups == [["copy.png", "image 1.png"], ["image 2.png", "scaled.jpg"]]
+    for name in ("copy.png", "scaled.jpg"):
+        (folder / name).unlink()
+    assert "data-open-image" in ended(site, "alike")  # as it was, until it is examined again
+    site.get("/images/alike", dir="ä pictures", again="1")
+    assert "data-open-image" not in ended(site, "alike")

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from lora_rocm.dataset.captions.captions import tags_of
+from lora_rocm.dataset.images.buckets import Geometry
 from lora_rocm.foundation.bounded_read import FileVersion
+from lora_rocm.ui.image_set.item import geometry
 from lora_rocm.ui.image_set.listing import ImageListing
 
 CAPTION_LETTERS = 160
 """Letters of a caption in a tile."""
 MAX_ROWS, MAX_KEPT = 500, 8
+BUCKET = "bucket:"
 ONLY: Mapping[str, Callable[[ImageListing, str], bool]] = {
     "without": lambda listing, name: not listing.caption(name).text.strip(),
     "with": lambda listing, name: bool(listing.caption(name).text.strip()),
@@ -39,7 +42,7 @@ class ImageQuery:
     Attributes:
         text: a text that the caption or the name contains; case does not matter.
         tag: a tag that the caption has.
-        only: a key of ONLY, or empty.
+        only: a key of ONLY, BUCKET with a size such as 1024x768, or empty.
         sort: a key of SORTS, or empty for the order of names.
         names: if given, only these images.
     """
@@ -61,6 +64,8 @@ class ImageQuery:
             names = [name for name in names if _has_tag(listing, name, self.tag)]
         if (fits := ONLY.get(self.only)) is not None:
             names = [name for name in names if fits(listing, name)]
+        elif self.only.startswith(BUCKET):
+            names = [name for name in names if _bucket(listing, name) == self.only.removeprefix(BUCKET)]
         if (key := SORTS.get(self.sort)) is not None:
             names = sorted(names, key=lambda name: key(listing, name))
         return list(names)
@@ -72,6 +77,12 @@ def _searched(listing: ImageListing, name: str) -> str:
 
 def _has_tag(listing: ImageListing, name: str, tag: str) -> bool:
     return any(tag in tags_of(text) for text in listing.caption(name).texts)
+
+
+def _bucket(listing: ImageListing, name: str) -> str:
+    size = listing.size(name)
+    found = None if size is None else geometry(listing, name, size)
+    return str(found.shape) if isinstance(found, Geometry) else ""
 
 
 def _area(listing: ImageListing, name: str) -> int:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Sequence
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from starlette.concurrency import run_in_threadpool
@@ -87,9 +85,7 @@ def _change(request: Request, fields: FormData) -> Response:
         return change_many(ui.edits, ui.folders.resolve, journal, listing, names, edit, work.advance)
 
     work = ui.background.start(work_key(listing.reading.folder), changes)
-    ends_s = time.monotonic() + SHORT_S
-    while work.status == "running" and time.monotonic() < ends_s:
-        time.sleep(0.02)
+    work.wait(SHORT_S)
     return progress(request)
 
 
@@ -109,9 +105,9 @@ def cancel(request: Request) -> Response:
     return progress(request)
 
 
-def work_key(folder: Path, purpose: str = "images") -> str:
-    """Return the key of the background work on a folder."""
-    return f"{purpose}-{hashlib.sha256(str(folder).encode('utf-8', 'surrogatepass')).hexdigest()[:12]}"
+def work_key(subject: object, purpose: str = "images") -> str:
+    """Return the key of background work. ``subject``: the folder, and what else distinguishes it."""
+    return f"{purpose}-{hashlib.sha256(str(subject).encode('utf-8', 'surrogatepass')).hexdigest()[:12]}"
 
 
 def _edit(fields: FormData) -> CaptionEdit:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lora_rocm.ui.pages import image_changes, images
+from lora_rocm.ui.pages import image_changes, image_checks, images
 from lora_rocm.ui.part import Part
 
-PART = Part("images", "/images", [*images.ROUTES, *image_changes.ROUTES])
+PART = Part("images", "/images", [*images.ROUTES, *image_changes.ROUTES, *image_checks.ROUTES])

@@ -457,13 +457,23 @@ document.addEventListener("htmx:config:request", (event) => {
   if (body?.get?.("scope") === "selected") body.set("names", JSON.stringify([...grid.selected]));
 });
 document.body.addEventListener("click", (event) => {
-  const button = event.target.closest("[data-show-tag], [data-change]");
+  const button = event.target.closest("[data-show-tag], [data-change], [data-only], [data-open-image]");
   if (!button) return;
+  if (button.dataset.openImage !== undefined) {
+    openImage(button.dataset.openImage);
+    return;
+  }
+  if (button.dataset.only !== undefined) {
+    const { only } = filters.elements;
+    [...only.options].find((each) => each.value.startsWith("bucket:"))?.remove();
+    const label = filters.dataset.bucket.replace("{bucket}", button.dataset.only.slice("bucket:".length).replace("x", " × "));
+    only.add(new Option(label, button.dataset.only, false, true));
+    showChosen();
+    return;
+  }
   if (button.dataset.showTag !== undefined) {
     filters.elements.tag.value = button.dataset.showTag;
-    choose();
-    grid.focus();
-    grid.scrollIntoView({ block: "start" });
+    showChosen();
   } else {
     document.getElementById("changes").open = true;
     change.elements.kind.value = button.dataset.change;
@@ -472,3 +482,17 @@ document.body.addEventListener("click", (event) => {
     change.elements[button.dataset.change === "replace" ? "put" : "find"].focus();
   }
 });
+
+function showChosen() {
+  choose();
+  grid.focus();
+  grid.scrollIntoView({ block: "start" });
+}
+
+async function openImage(name) {
+  if (!(await keepText())) return;
+  grid.opened = name;
+  await openEditor(name);
+  editor.scrollIntoView({ block: "start" });
+  editor.querySelector("textarea")?.focus();
+}
