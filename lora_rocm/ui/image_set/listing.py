@@ -113,6 +113,11 @@ class ImageListing:
             raise UserError("no-image", "There is no such image in this folder.", where=name[:200], fix=fix)
         return self.root / self._folder.relatives[position][1]
 
+    def is_image(self, path: Path) -> bool:
+        """Whether a path is one of the images, which no change may write."""
+        relative = path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else ""
+        return any(real == relative for _, real in self._folder.relatives)
+
     def real_name(self, name: str) -> str:
         """Return the path of an image relative to the folder, as it is on disk."""
         return self.path(name).relative_to(self.root).as_posix()

@@ -53,8 +53,17 @@ def _worked(request: Request, purpose: str, function: Callable[[Work], Any]) -> 
     if work is None or ("again" in request.query_params and work.status != "running"):
         work = ui.background.start(key, function)
         work.wait(0.6)
-    values = {"work": work, "key": key, "purpose": purpose, "here": here(request)}
-    return fragment(request, TEMPLATE, purpose, **values, num_shown=NUM_SHOWN, num_groups=NUM_GROUPS)
+    return fragment(
+        request,
+        TEMPLATE,
+        purpose,
+        work=work,
+        key=key,
+        purpose=purpose,
+        here=here(request),
+        num_shown=NUM_SHOWN,
+        num_groups=NUM_GROUPS,
+    )
 
 
 def _key(request: Request, purpose: str) -> str:

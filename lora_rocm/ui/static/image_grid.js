@@ -208,6 +208,7 @@ class ImageGrid extends HTMLElement {
     tile.picture = document.createElement("img");
     tile.picture.alt = "";
     tile.picture.decoding = "async";
+    tile.picture.addEventListener("error", () => tile.picture.removeAttribute("src")); // the caption's place says why
     tile.file = document.createElement("span");
     tile.file.className = "tile-file";
     tile.caption = document.createElement("span");
