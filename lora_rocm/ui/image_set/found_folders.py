@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,9 +40,15 @@ def folders_with_images(root: Path) -> Iterator[FoundFolder]:
             continue
         if lists_run(entries) or companion_match(f"{folder.name}/x.png") is not None:
             continue
-        names = [each.name for each in entries if os.path.splitext(each.name)[1].lower() in wanted and each.is_file()]
+        names = [each.name for each in entries if _is_image(each, wanted)]
         if names:
             num_found += 1
             yield FoundFolder(folder, len(names), names[0])
         if depth < MAX_DEPTH:
             pending += [(folder / each.name, depth + 1) for each in entries if each.is_dir(follow_symlinks=False)]
+
+
+def _is_image(entry: os.DirEntry[str], wanted: Collection[str]) -> bool:
+    """Whether a file is an image, and not the mask or control image of one."""
+    is_named = os.path.splitext(entry.name)[1].lower() in wanted and companion_match(entry.name) is None
+    return is_named and entry.is_file()

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from lora_rocm.errors import UserError
+from lora_rocm.errors import DataError, UserError
 from lora_rocm.ui.context import context_of
 from lora_rocm.ui.edits import EditConflict
 from lora_rocm.ui.fields import fields_of, query_of, text_of
@@ -29,6 +29,11 @@ LIST, FOLDER = "images.html.j2", "image_folder.html.j2"
 SETTINGS = ("dir", "recipe", "resolution", "trigger", "ext")
 """Values of an address that say which folder is shown, and how it is read."""
 MAX_ROWS = 500
+UNREADABLE = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 48 48" width="96" height="96" fill="none" stroke="#a3241d" '
+    'stroke-width=".8"><path d="M16 18h16v13H16zM16 31 32 18"/></svg>'
+)
+"""The picture in place of an image that cannot be read."""
 
 
 def start(request: Request) -> Response:
@@ -42,7 +47,9 @@ def found(request: Request) -> Response:
     from lora_rocm.ui.image_set.reading import image_folders, recipes_in
 
     folders = context_of(request).folders
-    for _, recipe in recipes_in(folders.working):
+    of_texts = list[str]()
+    for recipe_path, recipe in recipes_in(folders.working):
+        of_texts += [folders.name_of(recipe_path)] if recipe.spec.trains_on_texts else []
         for path in image_folders(recipe):
             if path is not None and path.is_dir():
                 folders.add(path, "data")
@@ -51,7 +58,7 @@ def found(request: Request) -> Response:
         if named.reason != "runs":
             shown |= {each.path: each for each in folders_with_images(named.path)}
     listed = [(folders.name_of(each.path) or ".", each) for each in shown.values()]
-    return fragment(request, LIST, "found", listed=listed)
+    return fragment(request, LIST, "found", listed=listed, of_texts=of_texts)
 
 
 def cover(request: Request) -> Response:
@@ -83,12 +90,18 @@ def view(request: Request) -> Response:
 
 
 def items(request: Request) -> Response:
-    """A window of the chosen images as JSON, for the grid."""
+    """A window of the chosen images as JSON, for the grid. A folder without images has no rows, and a note."""
     from lora_rocm.ui.image_set.choosing import CHOSEN
 
     choice = request.query_params.get("choice", "")
     start, count = whole_number(request, "start", 0), whole_number(request, "count", MAX_ROWS)
-    return JSONResponse(CHOSEN.rows(listing_for(request), query_for(request.query_params), choice, start, count))
+    try:
+        listing = listing_for(request)
+    except DataError as error:
+        if error.code != "data-folder-empty":
+            raise
+        return JSONResponse({"choice": "", "total": 0, "start": 0, "rows": [], "note": error.what})
+    return JSONResponse(CHOSEN.rows(listing, query_for(request.query_params), choice, start, count))
 
 
 def thumb(request: Request) -> Response:
@@ -99,7 +112,12 @@ def thumb(request: Request) -> Response:
 
 def picture(request: Request, path: Path) -> Response:
     """Return a small version of a file. With the file's version in the address, the browser never asks again."""
-    content, version = thumbnail(path, whole_number(request, "side", SIDES_PX[1]))
+    try:
+        content, version = thumbnail(path, whole_number(request, "side", SIDES_PX[1]))
+    except UserError as error:
+        if error.code != "image-unreadable":
+            raise
+        return Response(UNREADABLE, media_type="image/svg+xml")  # a picture that says so
     lasting = "private, max-age=31536000, immutable" if "v" in request.query_params else "private, no-cache"
     headers = {"etag": f'"{version}"', "cache-control": lasting}
     if request.headers.get("if-none-match") == headers["etag"]:

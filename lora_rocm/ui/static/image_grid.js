@@ -11,8 +11,7 @@ const MARKS = { m: "◐", c: "⌗" };
 class ImageGrid extends HTMLElement {
   connectedCallback() {
     this.tabIndex = 0;
-    this.setAttribute("role", "listbox");
-    this.setAttribute("aria-multiselectable", "true");
+    this.setAttribute("role", "region"); // a listbox as soon as there are images
     this.setAttribute("aria-label", this.dataset.label);
     this.space = document.createElement("div");
     this.space.className = "image-space";
@@ -52,7 +51,7 @@ class ImageGrid extends HTMLElement {
     this.choice = answer?.choice ?? "";
     this.total = answer?.total ?? 0;
     if (answer) this.windows.set(first, answer.rows);
-    this.say(answer === null ? this.problem : this.total ? "" : this.dataset.none);
+    this.say(answer === null ? this.problem : this.total ? "" : answer.note ?? this.dataset.none);
     if (!keep) {
       this.active = 0;
       this.scrollTop = 0;
@@ -264,7 +263,13 @@ class ImageGrid extends HTMLElement {
 
   say(text) {
     this.querySelector(".empty")?.remove();
-    if (!text) return;
+    this.setAttribute("role", text ? "region" : "listbox");
+    this.toggleAttribute("aria-multiselectable", !text);
+    if (!text) {
+      this.setAttribute("aria-multiselectable", "true");
+      return;
+    }
+    this.removeAttribute("aria-activedescendant");
     const box = document.createElement("p");
     box.className = "empty";
     box.textContent = text;
