@@ -38,17 +38,7 @@ BUSY = (
 )
 """Events of a trace in which the page's thread runs scripts, styles or layout."""
 CHROMIUM = "/usr/bin/chromium"
-SCROLL = """([step, frames]) => new Promise((done) => {
-  const grid = document.getElementById("grid");
-  const seen = { tiles: 0, frames: 0 };
-  const next = () => {
-    grid.scrollTop += step;
-    seen.tiles = Math.max(seen.tiles, grid.querySelectorAll(".image-tile").length);
-    if (++seen.frames < frames) requestAnimationFrame(next);
-    else done(seen);
-  };
-  requestAnimationFrame(next);
-})"""
+SCROLL = Path(__file__).with_suffix(".js").read_text(encoding="utf-8")
 
 
 def write_images(folder: Path, count: int) -> None:
@@ -78,7 +68,7 @@ def busy_ms(events: Sequence[dict[str, Any]], duration: str) -> list[float]:
         (each for each in events if (each["pid"], each["tid"]) == thread and each.get("ph") in ("X", "R", "I")),
         key=lambda each: (each["ts"], -each.get("dur", 0)),
     )
-    ends = [each["ts"] for each in own if each["name"] == "Commit"]
+    ends = [each["ts"] for each in own if each["name"] == "Commit"]  # one in each frame
     of_frame, free_at = [0.0] * (len(ends) + 1), 0.0
     for event in own:
         if event["name"] in BUSY and event["ts"] >= free_at:  # an event in another one counts with it
@@ -101,7 +91,10 @@ class TracedPage:
         """Scroll by ``step_px`` in each of ``frames`` frames, and return the figures."""
         self._events.clear()
         self._is_complete = False
-        self.session.send("Tracing.start", {"categories": "devtools.timeline", "transferMode": "ReportEvents"})
+        self.session.send(
+            "Tracing.start",
+            {"categories": "devtools.timeline,disabled-by-default-devtools.timeline", "transferMode": "ReportEvents"},
+        )
         seen = self.page.evaluate(SCROLL, [step_px, frames])
         self.session.send("Tracing.end")
         while not self._is_complete:

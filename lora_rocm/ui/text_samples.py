@@ -13,12 +13,12 @@ from lora_rocm.errors import Problem
 from lora_rocm.ui.background import Work
 
 BEGIN, END = "\u27e6", "\u27e7"
-"""The marks that ``check`` puts around the parts that are trained on."""
+"""The marks of ``check`` around the parts that are trained on."""
 NUM_BARS = 12
 
 
 @dataclass(frozen=True)
-class TextPart:
+class SamplePart:
     """A part of a sample. is_trained: whether the loss counts it."""
 
     text: str
@@ -27,7 +27,7 @@ class TextPart:
 
 @dataclass(frozen=True)
 class LengthBar:
-    """The samples whose length is in a range. share: 1 for the fullest range."""
+    """The samples with a length in a range. share: 1 for the fullest range."""
 
     first: int
     last: int
@@ -54,7 +54,7 @@ class TextSamples:
     usable: int
     skipped: int
     looked_at: int
-    samples: Sequence[Sequence[TextPart]]
+    samples: Sequence[Sequence[SamplePart]]
     lengths: Sequence[LengthBar]
     num_tokens: int
     problems: Sequence[Problem]
@@ -85,14 +85,14 @@ def text_samples(recipe: Path, work: Work) -> TextSamples:
     )
 
 
-def parts_of(text: str) -> list[TextPart]:
+def parts_of(text: str) -> list[SamplePart]:
     """Return a sample in parts, without the marks. Each mark begins or ends a part that is trained on."""
-    found, is_trained = list[TextPart](), False
+    found, is_trained = list[SamplePart](), False
     for piece in re.split(f"([{BEGIN}{END}])", text):
         if piece in (BEGIN, END):
             is_trained = piece == BEGIN
         elif piece:
-            found.append(TextPart(piece, is_trained))
+            found.append(SamplePart(piece, is_trained))
     return found
 
 

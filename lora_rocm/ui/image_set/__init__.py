@@ -1,1 +1,1 @@
-"""The images and captions of a folder, as training reads them, and changes of them. Nothing here knows the browser."""
+"""Reads the images and captions of a folder as training does, and changes them. Nothing here knows the browser."""

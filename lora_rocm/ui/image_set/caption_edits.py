@@ -19,7 +19,7 @@ class CaptionEdit:
     Attributes:
         kind: a key of KINDS.
         text: the text to find, or tags separated by commas.
-        other: the text to put in its place (``replace``).
+        other: the text that replaces it (``replace``).
         match_case: whether case matters (``replace``).
         whole_words: whether only whole words are found (``replace``).
     """

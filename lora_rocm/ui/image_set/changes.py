@@ -25,7 +25,7 @@ MAX_CHANGES, MAX_JOURNAL_BYTES = 30, 1 << 25
 
 
 @dataclass(frozen=True)
-class Change:
+class FolderChange:
     """A change. kind: key of a text. paths: the changed files. time_s: when, in seconds since the epoch."""
 
     kind: str
@@ -37,7 +37,7 @@ class Change:
 class Undone:
     """An undone change. undone: the restored files. left: files that were changed since, which stay as they are."""
 
-    change: Change
+    change: FolderChange
     undone: tuple[Path, ...]
     left: tuple[Path, ...]
 
@@ -52,18 +52,18 @@ class ChangeJournal:
         name = hashlib.sha256(str(folder).encode("utf-8", "surrogatepass")).hexdigest()[:32]
         self._file = own_app_dir() / "ui" / "changes" / f"{name}.json"
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[FolderChange]:
         """Return the changes, the newest last."""
         try:
             listed = parse_json(read_plain(self._file, MAX_JOURNAL_BYTES))
-            return [Change(str(each[0]), tuple(map(Path, each[1])), float(each[2])) for each in listed]
+            return [FolderChange(str(each[0]), tuple(map(Path, each[1])), float(each[2])) for each in listed]
         except (OSError, BadJson, ValueError, TypeError, LookupError):
             return []  # none yet, or damaged: single files can still be undone
 
     def add(self, kind: str, paths: Sequence[Path]) -> None:
         """Add a change, and forget the oldest beyond MAX_CHANGES."""
         with self._lock:
-            self._write([*self.changes(), Change(kind, tuple(paths), time.time())][-MAX_CHANGES:])
+            self._write([*self.changes(), FolderChange(kind, tuple(paths), time.time())][-MAX_CHANGES:])
 
     def undo(self) -> Undone:
         """Undo the newest change.
@@ -89,7 +89,7 @@ class ChangeJournal:
             self._write(changes[:-1])
             return Undone(changes[-1], tuple(undone), tuple(left))
 
-    def _write(self, changes: Sequence[Change]) -> None:
+    def _write(self, changes: Sequence[FolderChange]) -> None:
         listed = [[each.kind, [str(path) for path in each.paths], each.time_s] for each in changes]
         with contextlib.suppress(OSError, StorageError):  # a full disk costs only the undo
             make_folder(self._file.parent)

@@ -1,4 +1,4 @@
-"""What training does with the images of a folder: which it skips and why, and the buckets of the others.
+"""Finds the images of a folder that training skips, with the reasons, and the buckets of the others.
 
 It is the scan of ``lora-rocm check`` and of training, with the geometry of training.
 """
@@ -30,7 +30,7 @@ class DrawnBucket:
 
 @dataclass(frozen=True)
 class FolderCheck:
-    """What training does with the images of a folder.
+    """The use of a folder's images in training.
 
     Attributes:
         num_usable: number of images that are trained on, counted once for each resolution.

@@ -32,7 +32,7 @@ SORTS: Mapping[str, Callable[[ImageListing, str], Any]] = {
     "large": lambda listing, name: -_area(listing, name),
     "small": lambda listing, name: _area(listing, name),
 }
-"""The values of ``ImageQuery.sort`` besides the name."""
+"""The values of ``ImageQuery.sort``. The default is the order of names."""
 
 
 @dataclass(frozen=True)

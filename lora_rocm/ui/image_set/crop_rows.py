@@ -75,7 +75,7 @@ def save_crop(
 
     Raises:
         EditConflict: the file has changed since.
-        UserError: crop-outside: the crop leads out of the image; crop-elsewhere: another file has a crop of it;
+        UserError: crop-outside: the crop leads out of the image; crop-elsewhere: another file has its crop;
             name-unwritable: the image's name cannot be written in JSON; no-image or outside-folders.
         StorageError: the file cannot be read or written.
     """
@@ -103,7 +103,7 @@ def save_crop(
 def with_crop(
     content: bytes, real: str, column: str, crop: Rectangle | None, caption_column: str | None
 ) -> tuple[bytes, bool]:
-    """Return the content of a metadata.jsonl with the crop of one image changed, and whether it had a crop of it.
+    """Return the content of a metadata.jsonl with the crop of one image changed, and whether it had one.
 
     Args:
         content: the file's content.

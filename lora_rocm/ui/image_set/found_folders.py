@@ -26,7 +26,7 @@ class FoundFolder:
 def folders_with_images(root: Path) -> Iterator[FoundFolder]:
     """Yield folders that contain images themselves, the upper ones first.
 
-    Run directories, hidden folders, and folders of masks or control images are left out. The search is bounded in depth
+    Run directories, hidden folders, and folders of masks or control images are skipped. The search is bounded in depth
     and number.
     """
     wanted, pending, num_seen, num_found = readable_extensions(), [(root, 0)], 0, 0

@@ -1,4 +1,4 @@
-"""One image as its editor shows it: its caption files, what training makes of them, and its bucket."""
+"""One image as its editor shows it: its caption files, the texts that training reads, and its bucket."""
 
 from __future__ import annotations
 

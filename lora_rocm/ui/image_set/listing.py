@@ -91,7 +91,7 @@ class ImageListing:
 
     @property
     def notices(self) -> Sequence[str]:
-        """What the walk through the folder reports, such as skipped files."""
+        """The notices about the folder, such as skipped files."""
         return self._folder.notices
 
     @cached_property
@@ -227,7 +227,7 @@ def _version(path: Path) -> Version:
 
 
 class ImageListings:
-    """The newest listings. A listing is made again as soon as a file was added, removed or renamed."""
+    """The newest listings. A folder is listed again as soon as a file was added, removed or renamed."""
 
     def __init__(self) -> None:
         self._lock, self._kept = threading.Lock(), OrderedDict[str, ImageListing]()

@@ -1,8 +1,9 @@
-"""Finds images that occur twice: files with exactly the same content, and images that look alike.
+"""Finds images that occur twice: files with exactly the same content, and similar images.
 
-Two images look alike if at most MAX_BITS of the 144 bits differ that say whether each of 9 x 9 fields is brighter than
-its right and its lower neighbour, and if their colours in 4 x 4 fields differ by at most MAX_COLOUR on average. This
-finds copies that were scaled, compressed or slightly changed. It does not find mirrored or cropped copies.
+An image is divided into 9 x 9 fields. Its 144 bits compare each field's brightness with the next field in its row and
+its column. Two images are similar if at most MAX_BITS bits differ, and if their colours in 4 x 4 fields differ by up to
+MAX_COLOUR on average. This finds copies that were scaled, compressed or slightly changed. It does not find mirrored or
+cropped copies.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ class AlikeImages:
 def alike_images(
     listing: ImageListing, resolve: Callable[[str], Path], advance: Callable[[int, int], None]
 ) -> list[AlikeImages]:
-    """Return the groups of equal files, and then those of images that look alike.
+    """Return the groups of equal files, and then the groups of similar images.
 
-    Images that cannot be read, or that a link leads to from outside, are left out.
+    Images that cannot be read are skipped, and so are links to files outside of the named folders.
 
     Args:
         listing: the images.
@@ -66,10 +67,10 @@ def alike_images(
             colours.append(colours_of_image)
     if not names:
         return []
-    # equal files, of which only those of equal size are read
+    # equal files: a file is only read if another one has the same size
     groups = [AlikeImages(tuple(names[place] for place in group), True) for group in _same_content(listing, names)]
     first_of = {name: group.names[0] for group in groups for name in group.names}
-    # alike images, of which each group of equal files counts once
+    # similar images; a group of equal files counts once
     alone = [place for place, name in enumerate(names) if first_of.get(name, name) == name]
     found = _alike(np.stack([bits[place] for place in alone]), np.stack([colours[place] for place in alone]), advance)
     groups += [AlikeImages(tuple(names[alone[place]] for place in group), False) for group in found]
@@ -93,7 +94,7 @@ def described(content: bytes) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
 
 
 def _same_content(listing: ImageListing, names: Sequence[str]) -> list[list[int]]:
-    """Return groups of names whose files have exactly the same content, as positions."""
+    """Return groups of images with exactly the same content, as positions in ``names``."""
     sizes = list[int | bytes]()
     for name in names:
         try:
@@ -111,7 +112,7 @@ def _same_content(listing: ImageListing, names: Sequence[str]) -> list[list[int]
 def _alike(
     bits_NB: NDArray[np.uint8], colours_NC: NDArray[np.float32], advance: Callable[[int, int], None]
 ) -> list[list[int]]:
-    """Return groups of images that look alike, as positions. An image belongs to the group of any image like it."""
+    """Return groups of similar images, as positions. An image belongs to the group of any image like it."""
     import numpy as np
 
     groups = list(range(len(bits_NB)))

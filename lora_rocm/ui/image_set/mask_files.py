@@ -33,7 +33,7 @@ class OpenMask:
         path: the mask's file, with links resolved; it may not exist.
         version: its version.
         size_wh: the size in which the editor paints it.
-        is_read: whether the recipe says that masks are read from there. It is False if no recipe is chosen.
+        is_read: whether the recipe reads masks from there. It is False if no recipe is chosen.
         is_alpha: whether the recipe takes the alpha channel of the images instead.
     """
 

@@ -1,4 +1,4 @@
-"""How a folder of images is read: as a recipe says, or with the values that are chosen in the page."""
+"""Chooses the data section with which a folder is read: a recipe's, or one with the values of the page."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ MAX_RECIPES = 200
 
 @dataclass(frozen=True)
 class FolderReading:
-    """How a folder is read.
+    """A folder and the data section with which it is read.
 
     Attributes:
         folder: the folder.
         data: a data section that has this folder as its only source.
-        recipe: the recipe that says so; None if the values are chosen in the page.
+        recipe: the recipe with this section; None if the values are chosen in the page.
     """
 
     folder: Path
@@ -94,7 +94,7 @@ def image_folders(recipe: Recipe) -> list[Path | None]:
 
 
 def recipes_in(folder: Path) -> list[tuple[Path, Recipe]]:
-    """Return the recipes in a folder that can be read, by name. Other YAML files are left out."""
+    """Return the recipes in a folder that can be read, by name. Other YAML files are skipped."""
     found = list[tuple[Path, Recipe]]()
     for path in sorted([*folder.glob("*.yaml"), *folder.glob("*.yml")])[:MAX_RECIPES]:
         try:

@@ -16,7 +16,7 @@ from lora_rocm.ui.image_set.listing import ImageListing
 Resolve = Callable[[str], Path]
 """``Folders.resolve``: follows links, and refuses a path outside of the folders that the user named."""
 FOREIGN = "cp1252"
-"""How text that is not UTF-8 is shown: most such captions come from Windows."""
+"""The encoding of captions that are not UTF-8: most of them come from Windows."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class ManyChanged:
 
     Attributes:
         paths: the changed files.
-        conflicts: images whose caption changed at the same moment; they are as the other change left them.
-        left: images whose captions are in JSON or cannot be read; they are unchanged.
+        conflicts: images with a caption that changed at the same moment. The other change stays.
+        left: images with captions in JSON, or with captions that cannot be read. They are unchanged.
     """
 
     paths: tuple[Path, ...]
@@ -132,7 +132,7 @@ def change_many(
     Args:
         edits: saves the files.
         resolve: see ``Resolve``.
-        journal: the journal of the folder; the whole change is one entry, also if it was cancelled on the way.
+        journal: the journal of the folder; the whole change is one entry, also if it was cancelled.
         listing: the listing with the images.
         names: the images.
         edit: the change.

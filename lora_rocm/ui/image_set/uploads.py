@@ -69,7 +69,7 @@ def _received(folder: Path, name: str, file: BinaryIO) -> str:
     except UnreadableImage as error:
         raise _refused(f"It cannot be read as an image: {error}.") from error
     path = folder / plain
-    with WRITING:  # between the look and the write, no other request may make the file
+    with WRITING:  # no other request may create the file after this check
         if os.path.lexists(path):
             same = path.is_file() and holds(path, content)
             raise _refused("It is there already, with the same content.") if same else file_exists(path)
@@ -81,12 +81,12 @@ def usable_name(name: str) -> str:
     """Return the file name in a name that a browser sent, which may have folders.
 
     Raises:
-        UserError: upload-refused: the name cannot be used, or is not that of an image or a caption.
+        UserError: upload-refused: the name cannot be used, or has another extension than images and captions.
     """
     plain = name.replace("\\", "/").rpartition("/")[2]
     stem, suffix = os.path.splitext(plain)
     if suffix.lower() not in {*readable_extensions(), *CAPTION_SUFFIXES}:
-        raise _refused("Its extension is neither that of an image nor that of a caption.")
+        raise _refused("Images and captions do not have this extension.")
     if plain.startswith(".") or legible(plain) != plain or len(plain.encode("utf-8", "replace")) > MAX_NAME_BYTES:
         raise _refused("Its name cannot be used.")
     if fault := stem_fault(stem):

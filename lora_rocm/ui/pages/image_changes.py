@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 TEMPLATE = "image_tools.html.j2"
 NUM_TAGS, NUM_EXAMPLES = 400, 5
 SHORT_S = 0.6
-"""How long a change is waited for, so that a short one is shown as done at once."""
+"""Longest wait for a change, so that the page shows a short one as done at once."""
 
 
 def tags(request: Request) -> Response:
@@ -52,7 +52,7 @@ def tags(request: Request) -> Response:
 
 
 async def preview(request: Request) -> Response:
-    """What a change would change: the number of captions, and the first of them."""
+    """The number of captions that a change would change, and the first of them."""
     fields = await fields_of(request)
     return await run_in_threadpool(_preview, request, fields)
 

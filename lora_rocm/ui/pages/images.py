@@ -1,4 +1,4 @@
-"""Images: the folders with images, and one folder as a grid whose captions can be changed."""
+"""Images: the folders with images, and one folder as a grid with captions that can be changed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 LIST, FOLDER = "images.html.j2", "image_folder.html.j2"
 SETTINGS = ("dir", "recipe", "resolution", "trigger", "ext")
-"""Values of an address that say which folder is shown, and how it is read."""
+"""Values of an address that choose the folder, and how it is read."""
 MAX_ROWS = 500
 UNREADABLE = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 48 48" width="96" height="96" fill="none" stroke="#a3241d" '
@@ -117,7 +117,7 @@ def picture(request: Request, path: Path) -> Response:
     except UserError as error:
         if error.code != "image-unreadable":
             raise
-        return Response(UNREADABLE, media_type="image/svg+xml")  # a picture that says so
+        return Response(UNREADABLE, media_type="image/svg+xml")  # a picture of this state
     lasting = "private, max-age=31536000, immutable" if "v" in request.query_params else "private, no-cache"
     headers = {"etag": f'"{version}"', "cache-control": lasting}
     if request.headers.get("if-none-match") == headers["etag"]:
@@ -185,11 +185,11 @@ def _item(request: Request, name: str, http_status: int = 200, **values: object)
     return fragment(request, FOLDER, "item", http_status, image=shown, here=here(request), **given)
 
 
-# What the other handlers of this part use as well.
+# Shared with the other modules of this part.
 
 
 def here(request: Request) -> dict[str, str]:
-    """Return the values of an address that say which folder is shown, and how it is read."""
+    """Return the values of an address that choose the folder, and how it is read."""
     return {name: value for name in SETTINGS if (value := request.query_params.get(name))}
 
 
@@ -244,7 +244,7 @@ def query_for(values: Mapping[str, object]) -> ImageQuery:
 
 
 def changed(answer: Response, name: str = "") -> Response:
-    """Tell the page that captions have changed: of one image, or of any."""
+    """Announce to the page that the captions of one image have changed, or any captions."""
     answer.headers["HX-Trigger"] = json.dumps({"images:changed": {"target": "body", "name": name}})
     return answer
 

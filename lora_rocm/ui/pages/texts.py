@@ -1,4 +1,4 @@
-"""Images, for language models: the first texts of a recipe, with what is trained on marked and tokens counted."""
+"""Images, for language models: the first texts of a recipe, with their trained parts marked, and their tokens."""
 
 from __future__ import annotations
 
