@@ -18,7 +18,7 @@ from benchmarks.faults import Fault, FaultyBus
 from benchmarks.faulty_training import NAMES, Found, Mixture, make_batch, small_optimizer, state_of
 from lora_rocm.device.transfer import DeviceTransfer, fingerprint, salted
 from lora_rocm.families.base import LoadedModel
-from lora_rocm.families.common.objectives.loss import losses
+from lora_rocm.families.objectives.loss import losses
 from lora_rocm.train.loop import seed_for
 
 SHAPES = (((64, 48), 3), ((16, 12), 2), ((8, 8), 4))

@@ -271,7 +271,7 @@ def lora_file(rng: random.Random) -> bytes:
 
 def read_lora(path: Path) -> None:
     """Read a LoRA for the tiny model."""
-    from lora_rocm.adapters.files.lora_reader import components_of, read_lora
+    from lora_rocm.adapters.lora_files.lora_reader import components_of, read_lora
 
     family, components = model()
     components_of(family, path)

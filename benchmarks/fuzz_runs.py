@@ -221,7 +221,7 @@ def read_config(path: Path) -> None:
     """Read a config as the check of a base model does."""
     from lora_rocm.base_models.loading import BaseSource, builtin_folder
     from lora_rocm.families.common.unet import detect
-    from lora_rocm.families.registry import PRODUCT
+    from lora_rocm.families.registry import FAMILIES
     from lora_rocm.families.sdxl.family import EXPECTED
 
     family, _ = model()
@@ -234,7 +234,7 @@ def read_config(path: Path) -> None:
     target.write_bytes(content)
     try:
         source = BaseSource("x", family.source.layout, folder, folder)
-        detect.check(source, EXPECTED, PRODUCT)
+        detect.check(source, EXPECTED, FAMILIES)
         for part in ("vae", "text_encoder"):
             source.fingerprint(part)
     finally:

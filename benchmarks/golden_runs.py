@@ -45,7 +45,7 @@ COMMON = {
     "sample.control_prompts": "[]",
     "output.save_every_n_steps": "4",
     "output.keep_last": "9",
-    "output.name": "lora",  # earlier versions name the files so, whatever this is
+    "output.name": "lora",  # earlier versions name the files so, regardless of this option
 }
 
 

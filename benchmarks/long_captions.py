@@ -2,7 +2,7 @@
 
 usage: python benchmarks/long_captions.py FOLDER [--steps 300]
 
-The demo's images get 150 commas in front of their captions, and so do the prompts. With 75 tokens all texts are then
+The captions of the demo's images, and the prompts, get 150 commas at the front. With 75 tokens all texts are then
 the same. Needs no GPU. For each limit it prints the concept score and its control. It also prints the probability that
 an image for the concept is closer to the concept's images than an image for a control prompt.
 """

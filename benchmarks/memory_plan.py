@@ -35,8 +35,8 @@ from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
 from lora_rocm.kernels.backend import implementation_for
 from lora_rocm.kernels.weight_format import use_implementation
-from lora_rocm.memory.controller import MemoryManager, apply
 from lora_rocm.memory.footprint import count, measured_rates, meta_model
+from lora_rocm.memory.manager import MemoryManager, apply
 from lora_rocm.memory.op_counter import Ledger
 from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.planning.step_plan import (

@@ -32,7 +32,7 @@ from lora_rocm.base_models.random_weights import PREFIX  # noqa: E402
 from lora_rocm.dataset.shape import SampleShape  # noqa: E402
 from lora_rocm.families.base import ModelFamily, family_for  # noqa: E402
 from lora_rocm.families.common.latent_family import LatentFamily  # noqa: E402
-from lora_rocm.families.common.objectives.loss import losses  # noqa: E402
+from lora_rocm.families.objectives.loss import losses  # noqa: E402
 from lora_rocm.kernels.quantised import quantised  # noqa: E402
 from lora_rocm.recipe.load import load_recipe  # noqa: E402
 

@@ -422,7 +422,7 @@ def summary_of_state(figures: Figures) -> dict[str, Any]:
 
 
 def kept(found: Mapping[str, Any], recipe: Recipe, plain: bool) -> dict[str, bool]:
-    """Return promise -> whether these figures keep it."""
+    """Return whether these figures keep each promise."""
     is_smallest = recipe.lora.rank == 16 and recipe.lora.targets == "attention" and not recipe.train.ema_decay
     judged = {"idle": found["idle_at_most_percent"] <= PROMISED_PERCENT}
     if not plain:

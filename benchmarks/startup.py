@@ -7,7 +7,7 @@ usage: python benchmarks/startup.py encode ROOT [--images 10000] [--side 1536] [
        python benchmarks/startup.py identity ROOT [--gib 2] [--json FILE]
 
 ``encode`` makes photographs (JPEG, noise over a gradient; all files differ) under ROOT, and fills a cache with them by
-``latent_cache.prepare``. The lower bound is the encoder alone, called equally often, on pixels that are ready.
+``encoded_cache.prepare``. The lower bound is the encoder alone, called equally often, on pixels that are ready.
 The encoder is a wait of fixed length, as a GPU is for the host. With ``--vae`` it is the built-in model's VAE on the
 CPU, and the decoding threads and the encoder share the CPU cores.
 
@@ -54,11 +54,11 @@ from lora_rocm.base_models.safetensors_file import digest, read_hashed, read_ten
 from lora_rocm.cache_store.hash_memory import WEIGHTS_MEMORY, FileState, HashMemory, remembered_line
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE, EntrySpec, TensorSpec
 from lora_rocm.dataset.images.buckets import choose_bucket
+from lora_rocm.encoded_cache.cache import LatentCache, entry_key, image_parts
+from lora_rocm.encoded_cache.encode_session import Encoding
+from lora_rocm.encoded_cache.prepare import prepare
 from lora_rocm.families.base import family_for
 from lora_rocm.families.sdxl.family import LAYOUT
-from lora_rocm.latent_cache.cache import LatentCache, entry_key, image_parts
-from lora_rocm.latent_cache.encode_session import Encoding
-from lora_rocm.latent_cache.prepare import prepare
 from lora_rocm.loader.batches import BatchPlan, loader, open_workers
 from lora_rocm.model_files.header import read_header
 from lora_rocm.recipe.kinds import recipe_from
@@ -176,7 +176,7 @@ def encode(options: argparse.Namespace) -> dict[str, Any]:
 
 def _floor_s(image: Any, options: argparse.Namespace) -> float:
     """Return the time of the encoder alone on ready pixels, extrapolated from a part of the images."""
-    from lora_rocm.latent_cache.encode_session import plain_placement
+    from lora_rocm.encoded_cache.encode_session import plain_placement
 
     if not options.vae:
         return float(options.encode_s * options.images)

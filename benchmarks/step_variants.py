@@ -39,7 +39,7 @@ from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 import lora_rocm  # noqa: E402
 from lora_rocm.families.common.unet.fused_unet import fuse  # noqa: E402
-from lora_rocm.families.common.unet.kohya_keys import UNET_TARGETS  # noqa: E402
+from lora_rocm.families.common.unet.lora_file_names import UNET_TARGETS  # noqa: E402
 from lora_rocm.kernels.backend import Form  # noqa: E402
 from lora_rocm.kernels.lora_layer import with_lean_layers  # noqa: E402
 

@@ -159,5 +159,5 @@ class LossChart:
         return chart(caption, [Series("loss", losses, "raw"), Series("smoothed", smooth, "smooth")], "step")
 
     def _repr_html_(self) -> str:
-        """Return the HTML; the name is Jupyter's."""
+        """Return the HTML. Jupyter calls a method of this name to show an object."""
         return self.html

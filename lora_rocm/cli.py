@@ -115,7 +115,7 @@ def import_config(
     option: ForeignOptions = None,
     strict: Annotated[bool, typer.Option("--strict", help="End with 2 if a loss changes the weights.")] = False,
 ) -> int:
-    """Make a recipe of another trainer's configuration."""
+    """Convert another trainer's configuration to a recipe."""
     from lora_rocm.commands import import_config
 
     found = import_config.import_config(files, option or (), target)
@@ -461,7 +461,7 @@ def status(output: Output, run: RunPath = None, runs_dir: RunsDir = DEFAULT_RUNS
     """Show the state of a run."""
     from lora_rocm.commands import status
     from lora_rocm.commands.newest import run_or_newest
-    from lora_rocm.supervisor.resume import open_run
+    from lora_rocm.supervisor.choose_run_dir import open_run
 
     found = status.status(open_run(run_or_newest(run, runs_dir, output)))
     return output.show(found, status.status_text(found))
@@ -519,7 +519,7 @@ def report(output: Output, run: RunPath = None, runs_dir: RunsDir = DEFAULT_RUNS
     from lora_rocm.commands.newest import run_or_newest
     from lora_rocm.commands.output import ReportResult
     from lora_rocm.report.report import write_report
-    from lora_rocm.supervisor.resume import open_run
+    from lora_rocm.supervisor.choose_run_dir import open_run
 
     written = write_report(open_run(run_or_newest(run, runs_dir, output)))
     return output.show(ReportResult(written), str(written))

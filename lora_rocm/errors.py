@@ -291,7 +291,7 @@ def storage_error(error: OSError, path: object) -> StorageError:
                 "The disk has no inodes left: no more files can be created on it, although "
                 f"{free_bytes / 2**20:,.0f} MiB are free.",
                 where=str(path),
-                fix="Delete files on it, whatever their size, then run the same command again.",
+                fix="Delete files of any size on it, then run the same command again.",
             )
         return StorageError(
             "disk-full", "The disk is full.", where=str(path), fix="Free some space, then run the same command again."

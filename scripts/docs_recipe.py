@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.families.spec import FamilySpec
 from lora_rocm.recipe.family_rules import SIDES, TEXT_KEY, TOKENS_KEY
 from lora_rocm.recipe.kinds import FAMILY, NAMED_BY, every_kind, kinds_of
@@ -122,7 +122,7 @@ class Row:
     defaults: Mapping[str, str]
 
 
-def pages(registry: FamilyRegistry = PRODUCT) -> dict[str, str]:
+def pages(registry: FamilyRegistry = FAMILIES) -> dict[str, str]:
     """File name -> page. The index comes first."""
     schema, sections = schema_of(kinds_of({}, registry))
     named_by = {**{key[0]: key for key in NAMED_BY}, "objective": FAMILY}

@@ -86,7 +86,7 @@ def main() -> int:
         return 1
     parts = {
         "pip": of_pip,
-        # with the marker of dev, because a package is in one lock: click needs colorama on Windows, and mkdocs everywhere
+        # with the marker of dev, as a package is in one lock: click needs colorama on Windows, mkdocs everywhere
         "run": {name: of_dev.get(name, text) for name, text in of_run.items() if name in pinned},
         "dev": {name: text for name, text in of_dev.items() if name in pinned and name not in of_run},
         "triton": {name: text for name, text in of_triton.items() if name == "triton"},

@@ -1,4 +1,4 @@
-"""The package resolver uv in a separate folder, for scripts that need other versions than ``.venv`` has."""
+"""The package resolver uv in a separate folder, for scripts that need different versions than ``.venv`` has."""
 
 from __future__ import annotations
 

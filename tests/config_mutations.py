@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
+from lora_rocm.encoded_cache.encode_session import plain_placement
 from lora_rocm.errors import UserError
 from lora_rocm.families.base import family_for
-from lora_rocm.latent_cache.encode_session import plain_placement
 from lora_rocm.recipe.schema import Recipe
 from tests.tiny_models import read_json
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lora_rocm.adapters.base import Adapter
-from lora_rocm.adapters.files.module_names import adaptable
+from lora_rocm.adapters.lora_files.key_table import adaptable
 from lora_rocm.export import writers
 from lora_rocm.export.metadata import RunFacts
 from lora_rocm.families.base import ModelFamily

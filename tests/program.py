@@ -203,7 +203,7 @@ def run_tool(module: str, arguments: Sequence[str], env: Mapping[str, str], on_e
             raise error_from_event(event)
         on_event(event)
     if code:
-        raise exit_status.died(f"The process {module}", code, log.encode())
+        raise exit_status.worker_died_error(f"The process {module}", code, log.encode())
     return code
 
 
@@ -217,7 +217,7 @@ def run_for_json(module: str, arguments: Sequence[str], env: Mapping[str, str]) 
     except LoraRocmError:
         raise
     except Exception:  # in a separate process: a traceback, and an exit code
-        raise exit_status.died(f"The process {module}", 1, traceback.format_exc().encode()) from None
+        raise exit_status.worker_died_error(f"The process {module}", 1, traceback.format_exc().encode()) from None
 
 
 def _child(module: str, arguments: Sequence[str]) -> tuple[int, list[Event], str]:

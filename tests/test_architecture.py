@@ -49,7 +49,7 @@ ROOMS: dict[str, str] = {
     "checks": HEAVY,
     "base_models": HEAVY,
     "families": HEAVY,
-    "latent_cache": HEAVY,
+    "encoded_cache": HEAVY,
     "loader": HEAVY,
     "optim": HEAVY,
     "adapters": HEAVY,
@@ -112,7 +112,7 @@ OWN_JSON = {
         "hardware.probe.windows_probe:adapters_from_json",
         # the program's own cache and memory, rebuilt if they are damaged
         "rundir.event_index:_read_index",
-        *("cache_store.entry_file:_parsed", "cache_store.hash_memory:_read", "latent_cache.manifest:_read"),
+        *("cache_store.entry_file:_parsed", "cache_store.hash_memory:_read", "encoded_cache.manifest:_read"),
         *("memory.footprint:_remembered", "rules.mitigation_store:_read"),
         *("hardware.tuned_choice:stored", "hardware.selftest_result:stored"),
     )
@@ -147,7 +147,7 @@ FAMILY_WORDS = re.compile(
 )
 FOREIGN_NAMES = (
     *("families", "base_models.tokenizers", "recipe.peer_names", "recipe.suggest", "recipe.foreign", "importing"),
-    *("adapters.files.lora_reader", "adapters.lora_parts", "model_files"),
+    *("adapters.lora_files.lora_reader", "adapters.lora_parts", "model_files"),
 )
 """Where the words of families belong: in these, and in tables of other trainers' names and of LoRA files."""
 MAX_FAMILY_LINES = 11
@@ -370,7 +370,7 @@ def unfinished_faults(module: Module) -> Iterator[str]:
 
 
 def encoding_faults(module: Module) -> Iterator[str]:
-    """Text read or written in whatever encoding the machine happens to have."""
+    """Text read or written in an encoding that depends on the machine."""
     for node in module.nodes:
         if isinstance(node, ast.Call) and _is_text_io(node):
             if not any(keyword.arg in ("encoding", None) for keyword in node.keywords):
@@ -442,8 +442,8 @@ def _words_of(node: ast.AST) -> Iterator[str]:
 
 
 def product_faults(module: Module) -> Iterator[str]:
-    """Names that only ``device.blas`` may have, and questions that attention has to answer by being called."""
-    if module.name == f"{PACKAGE}.device.blas":
+    """Names that only ``device.hipblaslt`` may have, and questions that attention has to answer by being called."""
+    if module.name == f"{PACKAGE}.device.hipblaslt":
         return
     for node in module.nodes:
         for word in _words_of(node):
@@ -507,7 +507,7 @@ def test_holds(rule: Callable[[Module], Iterator[str]], scripts_too: bool) -> No
         ("kernels.eight_bit", "y = getattr(torch, '_scaled_mm')(a, b)", 1),
         ("train.loop", "torch.backends.cuda.preferred_blas_library('hipblaslt')", 1),
         ("checks.x", "from torch.backends.cuda import SDPAParams, can_use_flash_attention", 2),
-        ("device.blas", "torch._int_mm(a, b)", 0),
+        ("device.hipblaslt", "torch._int_mm(a, b)", 0),
         ("kernels.eight_bit", "y = torch.mm(a, b)\nprint_int_mmm = 'goes to _int_mm by itself'", 0),
     ],
 )
@@ -548,10 +548,10 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
         bad(arrow_faults, "families.sdxl.family", "from lora_rocm.train import loop"),
         bad(arrow_faults, "adapters.kinds.lora", "from lora_rocm.export.writers import write"),
         bad(arrow_faults, "families.sdxl.family", "from lora_rocm.adapters.base import Adapter"),
-        bad(arrow_faults, "checks.canary", "from lora_rocm.latent_cache.cache import LatentCache"),
-        bad(family_faults, "latent_cache.cache", "from lora_rocm.families.sdxl.family import Sdxl"),
+        bad(arrow_faults, "checks.canary", "from lora_rocm.encoded_cache.cache import LatentCache"),
+        bad(family_faults, "encoded_cache.cache", "from lora_rocm.families.sdxl.family import Sdxl"),
         bad(family_faults, "families.flux", "from lora_rocm.families.sdxl.family import Sdxl"),
-        bad(family_faults, "families.common.objectives.ddpm", "from lora_rocm.families import sdxl"),
+        bad(family_faults, "families.objectives.ddpm", "from lora_rocm.families import sdxl"),
         bad(family_faults, "families.flux.spec", "from lora_rocm.families.sdxl.spec import SdxlSection"),
         bad(arrow_faults, "families.flux.spec", "from lora_rocm.families.base import Encoder"),
         bad(light_faults, "families.flux.spec", "import torch"),
@@ -563,9 +563,9 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
         bad(output_faults, "commands.check", "import sys\nsay = sys.stdout.write"),
         bad(output_faults, "commands.doctor", "import sys\nshow(Console(file=sys.stderr))"),
         bad(output_faults, "cli", "import typer\ntyper.echo('x')"),
-        bad(light_faults, "commands.check", "def f():\n    from lora_rocm.latent_cache.cache import LatentCache"),
+        bad(light_faults, "commands.check", "def f():\n    from lora_rocm.encoded_cache.cache import LatentCache"),
         bad(eager_faults, "train.hooks", "from torch.utils.tensorboard import SummaryWriter"),
-        bad(eager_faults, "latent_cache.encode", "import datasets"),
+        bad(eager_faults, "encoded_cache.encode", "import datasets"),
         bad(standard_library_faults, "hardware.probe.detection", "import psutil"),
         bad(standard_library_faults, "hardware.wheels", "from lora_rocm.recipe.schema import Recipe"),
         bad(size_faults, "errors", "x = 1\n" * (MAX_FILE_LINES + 1)),
@@ -589,7 +589,7 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
         bad(python_child_faults, "train.loop", "os.execv(python, words)"),
         bad(memory_faults, "train.loop", "free, total = torch.cuda.mem_get_info(device)"),
         bad(memory_faults, "device.allocator", "from torch.cuda import mem_get_info as ask\nfree = mem_get_info()"),
-        bad(memory_faults, "memory.controller", "torch.accelerator.get_memory_info(0)"),
+        bad(memory_faults, "memory.manager", "torch.accelerator.get_memory_info(0)"),
         bad(memory_faults, "children.bench.device_child", "getattr(torch.cuda, 'mem_get_info')(0)"),
         bad(memory_faults, "train.guard", "torch.cuda.cudart().cudaMemGetInfo(0)"),
         bad(json_faults, "dataset.rows.text_rows", "def _parsed(line):\n    return json.loads(line)"),
@@ -606,14 +606,14 @@ def test_fires_on_a_planted_fault(rule: Callable[[Module], Iterator[str]], plant
 @pytest.mark.parametrize(
     ("rule", "name", "source"),
     [
-        (arrow_faults, "latent_cache.cache", "from lora_rocm.families.base import Encoder"),
+        (arrow_faults, "encoded_cache.cache", "from lora_rocm.families.base import Encoder"),
         (arrow_faults, "train.loop", "from lora_rocm import __version__"),
         (family_faults, "families.sdxl.family", "from lora_rocm.families.sdxl.family import Sdxl"),
         (light_faults, "dataset.sources.scan", "def f():\n    import datasets"),
         (size_faults, "errors", "def f():\n" + "    # Step.\n" * 2 + "    x = 1\n" * (MAX_FUNCTION_LINES - 3)),
         (eager_faults, "train.hooks", "def f():\n    from torch.utils.tensorboard import SummaryWriter"),
         (eager_faults, "train.hooks", "import torch"),
-        (light_faults, "latent_cache.cache", "import torch"),
+        (light_faults, "encoded_cache.cache", "import torch"),
         (light_faults, "families.flux.family", "import torch"),
         (light_faults, "recipe.kinds", "from lora_rocm.families.flux.spec import SPEC"),
         (arrow_faults, "recipe.kinds", "from lora_rocm.families.registry import PRODUCT"),

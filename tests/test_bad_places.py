@@ -1,6 +1,6 @@
 """Full disks, folders that cannot be written, damaged caches and checkpoints, resumes that do not fit, mad numbers.
 
-Whatever happens: exit code 2 or 3, a short error, and existing files remain and can be resumed from.
+In every case: exit code 2 or 3, a short error, and existing files remain and can be resumed from.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ def test_a_changed_recipe_is_shown_and_can_be_accepted(program: Program, copy: R
 
 
 LOGS = (".lock", "events", "worker.log", "heartbeat", "environment", "report", "stacks", "tensorboard")
-"""Files that record each start, whatever its outcome."""
+"""Files that record each start, regardless of its outcome."""
 
 
 @pytest.mark.parametrize("refusal", ["rank", "images", "checkpoint"])

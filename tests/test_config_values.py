@@ -16,7 +16,7 @@ import torch
 from lora_rocm.base_models import config_faults
 from lora_rocm.errors import ModelError, UserError
 from lora_rocm.families.base import family_for
-from lora_rocm.families.registry import PRODUCT
+from lora_rocm.families.registry import FAMILIES
 from lora_rocm.model_files.config_file import Config, read_config, require_bounded
 from lora_rocm.processes.jobs import BaseVerdict
 from lora_rocm.train import dry_run
@@ -89,7 +89,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def judge(base: Path, name: str) -> BaseVerdict:
-    return judged(base, PRODUCT[SOUND[name][0]])
+    return judged(base, FAMILIES[SOUND[name][0]])
 
 
 def agreed(base: Path, name: str) -> UserError | None:
@@ -281,7 +281,7 @@ def test_families_read_configs_by_type_alone() -> None:
     """No family takes a value of a config by its key: ``Config`` has a method for each type."""
     allowed = {
         "families/common/unet/detect.py",
-        "families/common/objectives/schedulers.py",
+        "families/objectives/schedulers.py",
         "families/common/dit/detect.py",
     }
     package = Path(str(dry_run.__file__)).parents[1]

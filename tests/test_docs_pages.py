@@ -125,9 +125,9 @@ def known_keys() -> tuple[set[str], set[str]]:
 
 
 def kind_registry() -> Any:
-    from lora_rocm.families.registry import PRODUCT
+    from lora_rocm.families.registry import FAMILIES
 
-    return PRODUCT
+    return FAMILIES
 
 
 def cited_keys(text: str) -> set[str]:

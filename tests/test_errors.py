@@ -18,9 +18,9 @@ OF_PROBLEMS = {"RecipeError"}
 """Each of its problems has its own remedy."""
 FOR_ANY_RUN = {
     "supervisor/multi_gpu.py": 1,  # the start by torchrun needs --resume
-    "supervisor/resume.py": 1,  # there is a run here
+    "supervisor/choose_run_dir.py": 1,  # there is a run here
     "supervisor/worker_process.py": 1,  # after a restart of the machine
-    "train/pipeline.py": 1,  # there is a checkpoint, and it is damaged
+    "train/resume.py": 1,  # there is a checkpoint, and it is damaged
 }
 """Errors with advice that names --resume latest whether or not the run has a checkpoint."""
 NEEDS_FIX = {

@@ -19,10 +19,10 @@ from lora_rocm.commands.check import check, render
 from lora_rocm.commands.output import Failure
 from lora_rocm.dataset.sources.sample_image import load_image
 from lora_rocm.dataset.sources.scan import geometries, scan
+from lora_rocm.encoded_cache.cache import LatentCache
+from lora_rocm.encoded_cache.encode_session import Encoding
+from lora_rocm.encoded_cache.prepare import prepare
 from lora_rocm.errors import DataError, LoraRocmError
-from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.encode_session import Encoding
-from lora_rocm.latent_cache.prepare import prepare
 from lora_rocm.recipe.kinds import kinds_of
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import DataSection, Recipe
@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.chdir(root)
         patch.setattr("lora_rocm.processes.tool.run_for_json", run_for_json)
         patch.setattr(
-            "lora_rocm.latent_cache.encode.empty_pools", lambda: None
+            "lora_rocm.encoded_cache.encode.empty_pools", lambda: None
         )  # garbage collection takes a third of a second
         yield root
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lora_rocm.adapters.files.lora_reader import TensorNumbers, read_lora
+from lora_rocm.adapters.lora_files.lora_reader import TensorNumbers, read_lora
 from lora_rocm.children.check_base import weigh
 from lora_rocm.commands.adapter_verdict import StoredNumbers
 from lora_rocm.commands.inspect_file import inspect_text
@@ -299,7 +299,7 @@ def test_a_peft_folder(base: Shared, tmp_path: Path, fields: dict[str, Any], cod
 
 
 def peft_folder(folder: Path, fields: dict[str, Any]) -> Path:
-    """Two modules, so that one can be of another strength than the other."""
+    """Two modules, so that one can be of a different strength than the other."""
     folder.mkdir()
     names = [f"base_model.model.{MODULE.removeprefix('transformer.')[:-1]}{letter}" for letter in "qk"]
     tensors = {f"{name}.{role}": tensor.clone() for name in names for role, tensor in LORA.items()}

@@ -91,12 +91,12 @@ def test_holds(rule: Rule, scripts_too: bool) -> None:
         (posix_faults, "train.loop", "def f():\n    import fcntl"),
         (posix_faults, "hardware.memory_budget", "import os\nos.statvfs('.')"),
         (posix_faults, "rules.this_machine", "from os import uname"),
-        (posix_faults, "latent_cache.cache", "import os\nos.open('a', os.O_RDONLY | os.O_DIRECT)"),
+        (posix_faults, "encoded_cache.cache", "import os\nos.open('a', os.O_RDONLY | os.O_DIRECT)"),
         (posix_faults, "device.allocator", "import resource"),
         (posix_faults, "rundir.events", "import select\nselect.poll()"),
         (fork_faults, "loader.batches", "import multiprocessing\nmultiprocessing.get_context('fork')"),
         (fork_faults, "loader.batches", "from multiprocessing import get_context\nget_context()"),
-        (folder_faults, "latent_cache.cache", "path = Path('/tmp') / 'x'"),
+        (folder_faults, "encoded_cache.cache", "path = Path('/tmp') / 'x'"),
         (folder_faults, "commands.train", "open('/dev/null', 'rb')"),
         (folder_faults, "device.allocator", "f('/proc/meminfo')"),
     ],
@@ -110,7 +110,7 @@ def test_fires_on_a_planted_fault(rule: Rule, name: str, source: str) -> None:
     ("rule", "name", "source"),
     [
         (posix_faults, "processes.process", "import os\nos.kill(1, 9)"),
-        (posix_faults, "latent_cache.cache", "import os\nos.open('a', os.O_RDONLY)\nself.reader.poll()"),
+        (posix_faults, "encoded_cache.cache", "import os\nos.open('a', os.O_RDONLY)\nself.reader.poll()"),
         (fork_faults, "loader.batches", "import multiprocessing\nmultiprocessing.get_context('spawn')"),
         (folder_faults, "hardware.probe.linux_probe", "KFD = Path('/dev/kfd')"),
         (

@@ -1,4 +1,4 @@
-"""A run directory affects only itself: whatever in it is a link, no command changes anything outside.
+"""A run directory affects only itself: even if parts of it are links, no command changes anything outside.
 
 Every file and folder that a run has is replaced by a link to a copy outside, and every command is run. It succeeds, or
 names the refused path.

@@ -16,7 +16,7 @@ from lora_rocm.dataset.sources.file_kinds import FileKinds
 from lora_rocm.device import torch_errors
 from lora_rocm.doctor import cures, finding, known_bad, selftest_checks, software_checks
 from lora_rocm.errors import MachineError
-from lora_rocm.families.common.objectives.schedulers import SchedulerTable
+from lora_rocm.families.objectives.schedulers import SchedulerTable
 from lora_rocm.foundation import redact
 from lora_rocm.foundation.tables import Functions, read_rows, read_table
 from lora_rocm.hardware.archs import ArchTable
@@ -26,10 +26,10 @@ from lora_rocm.importing.registry import MODULES
 from lora_rocm.importing.rows import TrainerTable
 from lora_rocm.model_files.adapter_parts import OtherTable
 from lora_rocm.model_files.adapter_spellings import SpellingTable
-from lora_rocm.model_files.adapters import AdapterTable
 from lora_rocm.model_files.models import ModelTable
 from lora_rocm.model_files.public_metadata import PublicFields
 from lora_rocm.model_files.readers import ReaderTable
+from lora_rocm.model_files.recognise_adapter import AdapterTable
 from lora_rocm.planning.format_errors import FormatError
 from lora_rocm.recipe.foreign import ForeignTable
 from lora_rocm.recipe.optimizer_args import OptimizerArgTables as OptimizerArguments
@@ -58,14 +58,14 @@ TABLES: dict[str, tuple[Callable[..., object], type, Functions]] = {
     "foundation/redact.toml": (read_rows, redact.PrivatePattern, {}),
     "doctor/selftest_checks.toml": (read_rows, selftest_checks.SelftestGroup, {}),
     "doctor/software_checks.toml": (read_table, software_checks.SoftwareTable, software_checks.FUNCTIONS),
-    "families/common/objectives/schedulers.toml": (read_table, SchedulerTable, {}),
+    "families/objectives/schedulers.toml": (read_table, SchedulerTable, {}),
     "hardware/archs.toml": (read_table, ArchTable, {}),
     "hardware/pci.toml": (read_table, PciTable, {}),
     "hardware/wheels.toml": (read_table, WheelTable, {}),
     **{f"importing/trainers/{name}.toml": (read_table, TrainerTable, {}) for name in (*MODULES, "transformers")},
     "model_files/adapter_parts.toml": (read_table, OtherTable, {}),
     "model_files/adapter_spellings.toml": (read_table, SpellingTable, {}),
-    "model_files/adapters.toml": (read_table, AdapterTable, {}),
+    "model_files/recognise_adapter.toml": (read_table, AdapterTable, {}),
     "model_files/models.toml": (read_table, ModelTable, {}),
     "model_files/public_metadata.toml": (read_table, PublicFields, {}),
     "model_files/readers.toml": (read_table, ReaderTable, {}),

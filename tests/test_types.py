@@ -34,7 +34,7 @@ HOLES: dict[str, tuple[int, int, str]] = {
     "importing": (3, 1, JSON),
     "json_reference": (5, 0, JSON),
     "kernels": (39, 0, TORCH),
-    "latent_cache": (21, 0, ARROW),
+    "encoded_cache": (21, 0, ARROW),
     "loader": (6, 2, TORCH),
     "memory": (27, 0, TORCH),
     "model_files": (29, 0, JSON),

@@ -22,7 +22,7 @@ from tests.wording import FILE, mentions, phrase, says, says_if, worded
 
 TESTS = Path(__file__).parent
 PROGRAM = TESTS.parent / "lora_rocm"
-ALLOWED = {"latent_cache/test_item_table.py": "the words of a record that a resume compares"}
+ALLOWED = {"encoded_cache/test_item_table.py": "the words of a record that a resume compares"}
 """Files of tests that may compare with prose, and why."""
 HOW = "Put the phrase into tests/golden/wording.json and assert says(text, key): see tests/wording.py."
 

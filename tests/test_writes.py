@@ -28,9 +28,9 @@ MARK = "the time of an entry of the cache, for ``cache prune``"
 LOCK = "``refuse_link`` comes before it; opened without following links, and nothing is written"
 ALLOWED = {
     ("cli", "main", "open"): "the system's null device",
-    ("latent_cache.cache", "_mark_used", "utime"): MARK,
-    ("latent_cache.manifest", "recall", "utime"): MARK,
-    ("latent_cache.manifest", "_mark", "utime"): MARK,
+    ("encoded_cache.cache", "_mark_used", "utime"): MARK,
+    ("encoded_cache.manifest", "recall", "utime"): MARK,
+    ("encoded_cache.manifest", "_mark", "utime"): MARK,
     ("cache_store.maintenance", "delete", "unlink"): "of plain files only, told by name, place and ``lstat``",
     ("cache_store.maintenance", "move", "replace"): "of plain files only, told by name, place and ``lstat``",
     ("checks.selftest_copies", "_copies", "write_bytes"): TEMPORARY,
@@ -42,7 +42,7 @@ ALLOWED = {
     ("rundir.layout", "set_name", "unlink"): OF_A_LINK,
     ("supervisor.lock", "locked", "FileLock"): LOCK,
     ("rundir.held_locks", "is_held", "FileLock"): LOCK,
-    ("supervisor.resume", "settle", "unlink"): OF_A_LINK,
+    ("supervisor.choose_run_dir", "settle", "unlink"): OF_A_LINK,
     ("rundir.recipe_file", "accept", "unlink"): OF_A_LINK,
     ("rundir.recipe_file", "withdraw", "unlink"): OF_A_LINK,
     ("supervisor.worker_process", "run_worker", "unlink"): OF_A_LINK,
@@ -54,6 +54,7 @@ ALLOWED = {
     ("train.session", "postpone", "truncate"): "its own open file",
     ("train.checkpoint", "_remove", "unlink"): "in a folder that is no link",
     ("train.worker", "main", "FileLock"): LOCK,
+    ("ui.edits", "_only", "FileLock"): "in the program's own folder",
 }
 
 

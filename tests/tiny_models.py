@@ -22,8 +22,8 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 from lora_rocm.base_models.loading import builtin_folder
 from lora_rocm.dataset.entry_spec import CAPTION
+from lora_rocm.encoded_cache.encode_session import plain_placement
 from lora_rocm.families.base import ModelFamily, PreviewRequest, Tensors
-from lora_rocm.latent_cache.encode_session import plain_placement
 
 WORDS = ("photo", "red", "blue", "cat", "dog", "circle", "square", "zibu", "small", "large")
 BEGIN, END = "<|startoftext|>", "<|endoftext|>"
@@ -216,7 +216,7 @@ def without_base(kind: type[Any]) -> Any:
 
 def tiny_recipe(folder: Path | str, **sections: dict[str, Any]) -> Any:
     """A recipe for a tiny model: 64 pixels, two steps; keyword arguments replace or extend whole sections."""
-    from lora_rocm.families.registry import PRODUCT
+    from lora_rocm.families.registry import FAMILIES
     from lora_rocm.recipe.kinds import recipe_from
 
     base: dict[str, dict[str, Any]] = {
@@ -227,7 +227,7 @@ def tiny_recipe(folder: Path | str, **sections: dict[str, Any]) -> Any:
     }
     for name, section in sections.items():
         base[name] = base.get(name, {}) | section
-    side = PRODUCT[base["model"]["family"]].axes.multiple_px
+    side = FAMILIES[base["model"]["family"]].axes.multiple_px
     base["data"].setdefault("bucket_step", max(8, side))
     return recipe_from(base)
 

@@ -22,7 +22,7 @@ from benchmarks.training_step.setup import Bench
 from lora_rocm.adapters.registry import kind_for
 from lora_rocm.adapters.targets import either
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
-from lora_rocm.families.common.objectives.loss import losses
+from lora_rocm.families.objectives.loss import losses
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.train.loop import seed_for
 

@@ -25,7 +25,7 @@ from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.this_machine import plan_here
 from lora_rocm.rundir.event_types import BeginEvent, Event, MachineEvent, RowEvent
-from lora_rocm.rundir.exit_status import died
+from lora_rocm.rundir.exit_status import worker_died_error
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = "benchmarks.training_step.child"
@@ -142,7 +142,7 @@ def run(job: Path, env: Mapping[str, str], on_event: OnEvent) -> None:
     command = [sys.executable, "-m", MODULE, str(job)]
     code, log = follow_tool(command, {**env, "PYTHONPATH": str(ROOT)}, on_event)
     if code:
-        raise died(f"The process {MODULE}", code, log)
+        raise worker_died_error(f"The process {MODULE}", code, log)
 
 
 def over_rounds(rows: Sequence[Row]) -> list[Row]:

@@ -54,7 +54,7 @@ class Marks:
             yield
 
     def seconds(self) -> dict[str, float]:
-        """Return part -> total seconds, after waiting for the device."""
+        """Return the total seconds of each part, after waiting for the device."""
         if self._on_gpu:
             torch.cuda.synchronize()
         return sums([(name, self._at(mark)) for name, mark in self._marks])
@@ -65,7 +65,7 @@ class Marks:
 
 
 def sums(marks: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """Return part -> total seconds, from marks in order, each with its time in seconds."""
+    """Return the total seconds of each part, from marks in order, each with its time in seconds."""
     found: dict[str, float] = defaultdict(float)
     for (before, begin), (after, end) in pairwise(marks):
         if (before, after) in PARTS:

@@ -210,7 +210,7 @@ def _warm_up(bench: Bench) -> int:
 
 
 def _parts(bench: Bench) -> dict[str, float]:
-    """Return part of a step -> seconds. Loader and verdict by the host's clock, all else by the device's."""
+    """Return the seconds of each part of a step. Loader and verdict by the host's clock, all else by the device's."""
     marks, trainer = Marks(bench.start.device), bench.trainer
     with ExitStack() as stack:
         for owner, method, name in (

@@ -18,10 +18,10 @@ import torch
 from lora_rocm.base_models.random_weights import PREFIX
 from lora_rocm.dataset.images.buckets import Geometry, bucket_sizes, image_shape
 from lora_rocm.device.precision import choose_device, compute_dtype
+from lora_rocm.encoded_cache.cache import LatentCache
 from lora_rocm.errors import StorageError
 from lora_rocm.families.base import ModelFamily, Tensors, family_for
 from lora_rocm.hardware.settings import Settings
-from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.loader.batches import Item, Prepared, SampleStatistics
 from lora_rocm.recipe.sample_section import SampleSection
 from lora_rocm.recipe.schema import Recipe

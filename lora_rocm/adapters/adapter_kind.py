@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from lora_rocm.adapters import new_tokens, trained_norms
 from lora_rocm.adapters.entry import Entry, FileKind, Form
-from lora_rocm.adapters.files.module_names import KeyTable, canonical
 from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.adapters.kinds.lora_start import START
+from lora_rocm.adapters.lora_files.key_table import KeyTable, canonical
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.optim.norm_limit import NormLimit
 from lora_rocm.recipe.adapter_sections import AdapterSection
@@ -115,7 +115,9 @@ class AdapterKind(ABC):
 
     @classmethod
     def smaller(cls, lora: AdapterSection) -> Iterator[tuple[str, AdapterSection]]:
-        """Yield smaller sections, from largest to smallest, as (words such as "lora.rank to 8", section).
+        """Yield (description, section) for smaller sections, from largest to smallest.
+
+        A description is a text such as "lora.rank to 8".
 
         A smaller section trains fewer parameters than ``lora``.
         """
@@ -161,7 +163,7 @@ class AdapterKind(ABC):
     @classmethod
     @abstractmethod
     def attach(cls, family: ModelFamily, model: LoadedModel, entries: Mapping[str, Entry]) -> Self:
-        """Attach layers that have the effect, modules and sizes of a file's entries. Return the adapter."""
+        """Attach layers to the modules of a file's entries, with the same sizes and effect. Return the adapter."""
 
     @abstractmethod
     def unfit(self, lora: AdapterSection, entries: Mapping[str, Any], path: Path) -> Sequence[tuple[str, str]]:

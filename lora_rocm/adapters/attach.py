@@ -13,9 +13,9 @@ from lora_rocm.adapters import new_tokens, trained_norms
 from lora_rocm.adapters.adapter_kind import PEFT_NAME
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.entry import Entry, Notify
-from lora_rocm.adapters.files.lora_reader import read_adapter, read_for_model
-from lora_rocm.adapters.files.module_names import canonical
-from lora_rocm.adapters.files.start_file import check_start
+from lora_rocm.adapters.lora_files.key_table import canonical
+from lora_rocm.adapters.lora_files.lora_reader import read_adapter, read_for_model
+from lora_rocm.adapters.lora_files.start_file import check_start
 from lora_rocm.adapters.registry import kind_for, kind_of_file
 from lora_rocm.adapters.targets import either, sections_of, targets
 from lora_rocm.families.base import LoadedModel, ModelFamily
@@ -34,9 +34,9 @@ def inject(
 ) -> Adapter:
     """Attach new adapter layers to a loaded model. With ``lora.init_from`` they start with that file's effect.
 
-    The initial weights depend only on ``seed``: they are drawn in float32 on the CPU, whatever the base model's dtype.
-    Without ``lora.init_from`` they leave the model's output unchanged. If a module has a lower rank in the file than
-    ``lora.rank``, it keeps the file's effect, and its extra ranks are initialised as in a new layer.
+    The initial weights depend only on ``seed``: they are drawn in float32 on the CPU, regardless of the base model's
+    dtype. Without ``lora.init_from`` they leave the model's output unchanged. If a module has a lower rank in the file
+    than ``lora.rank``, it keeps the file's effect, and its extra ranks are initialised as in a new layer.
 
     ``notify`` receives notices about skipped parts of the file and about padded ranks. ``resumed``: whether the caller
     will load the weights from a checkpoint or file. If so, the files that ``lora`` names as initial values are not

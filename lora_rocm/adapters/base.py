@@ -16,8 +16,8 @@ from peft import PeftConfig
 from torch import Tensor, nn
 
 from lora_rocm.adapters import new_tokens
-from lora_rocm.adapters.adapter_files import AdapterInFiles
 from lora_rocm.adapters.adapter_kind import OWN, PEFT_NAME
+from lora_rocm.adapters.adapter_to_entries import AdapterInFiles
 from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.adapters.targets import overrides_of
 from lora_rocm.errors import AdapterError

@@ -77,7 +77,7 @@ class Entry(ABC):
         """
         ours, theirs = self.update(), other.update()
         if ours.shape != theirs.shape:
-            raise ValueError(f"{list(theirs.shape)} instead of {list(ours.shape)}")
+            raise ValueError(f"the updates have different shapes: {list(theirs.shape)} instead of {list(ours.shape)}")
         return theirs - ours
 
     @abstractmethod
@@ -101,7 +101,7 @@ class Entry(ABC):
         """
 
     def folded(self) -> Entry:
-        """Return an entry with the same effect that a file can store without an alpha."""
+        """Return an entry that has the same effect and can be stored without an alpha."""
         return self
 
     @abstractmethod

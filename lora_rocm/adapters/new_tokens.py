@@ -109,7 +109,7 @@ def read_vectors(path: Path, key: str, shape: Sequence[int]) -> Tensor:
 
     Args:
         path: path of a .safetensors file.
-        key: name of the tensor. If the file has only one tensor, its name is ignored.
+        key: name of the tensor. If the file has only one tensor, that tensor is read regardless of its name.
         shape: required shape (N, D). The file's tensor may lack the first axis if N is 1.
 
     Returns:
@@ -135,7 +135,7 @@ def read_vectors(path: Path, key: str, shape: Sequence[int]) -> Tensor:
 def tokens_next_to(lora: Path, wanted: Sequence[NewToken] = ()) -> tuple[NewToken, ...]:
     """Return the tokens that have an embedding file next to a LoRA file, with ``init_from`` set to this file.
 
-    The tokens of ``wanted`` must have a file, and come first in the result.
+    Each token of ``wanted`` must have a file. These tokens come first in the result.
 
     Raises:
         ModelError: a file is damaged.

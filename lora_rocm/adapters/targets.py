@@ -8,7 +8,7 @@ from difflib import get_close_matches
 
 import regex
 
-from lora_rocm.adapters.files.module_names import adaptable
+from lora_rocm.adapters.lora_files.key_table import adaptable
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.recipe.adapter_sections import AdapterSection, LoraSection, ModuleOverride, has_kernel

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lora_rocm.adapters.entry import file_error
-from lora_rocm.adapters.files.module_names import canonical, main_component
+from lora_rocm.adapters.lora_files.key_table import canonical, main_component
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 
@@ -105,7 +105,7 @@ def names_in_files(family: ModelFamily, model: LoadedModel) -> dict[str, str]:
     """Return the names that other programs use for the main component's norms, keyed by module name."""
     component = main_component(family)
     paths = [path for path, _ in _norms(model.components[component])]
-    return {canonical(component, path): family.files.key(component, path) for path in paths}
+    return {canonical(component, path): family.lora_file_names.key(component, path) for path in paths}
 
 
 @torch.no_grad()

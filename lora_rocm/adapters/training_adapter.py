@@ -25,11 +25,11 @@ from torch import nn
 
 from lora_rocm.adapters.adapter_kind import PEFT_NAME
 from lora_rocm.adapters.entry import Notify
-from lora_rocm.adapters.files.lora_reader import read_for_model
-from lora_rocm.adapters.files.module_names import canonical
 from lora_rocm.adapters.kinds.lora import config_for
 from lora_rocm.adapters.kinds.lora_entry import LORA, LoraEntry
 from lora_rocm.adapters.kinds.lora_start import START
+from lora_rocm.adapters.lora_files.key_table import canonical
+from lora_rocm.adapters.lora_files.lora_reader import read_for_model
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 

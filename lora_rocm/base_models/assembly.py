@@ -32,7 +32,7 @@ class Assembly:
         made: the component's tensors without data, as ``conversion.traced`` returns them.
         weights: wanted storage format of the layers.
         dtype: dtype of the tensors that stay dense.
-        stored: name -> storage of each weight that the files store with scales.
+        stored: storage of each weight that the files store with scales, keyed by name.
     """
 
     def __init__(

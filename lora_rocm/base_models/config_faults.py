@@ -67,7 +67,7 @@ def cause_of(
 ) -> str:
     """Return the first key without which ``use`` succeeds, or "" if there is none. The likeliest keys are tried first.
 
-    If exactly one key has another type than its default, only this key is tried. It is returned even if ``use``
+    If exactly one key has a different type than its default, only this key is tried. It is returned even if ``use``
     fails without it, because the default may not suit a model of this size.
 
     Args:

@@ -109,7 +109,7 @@ class TensorMapping:
     """Relation between the tensors in a component's files and the tensors of the component.
 
     unread: names in the files that the component does not use.
-    made_of: name in the component -> names in the files from which it is computed.
+    made_of: for each name in the component, the names in the files from which it is computed.
     codes: names in the files of tensors that stay integers in the component.
     """
 
@@ -157,7 +157,7 @@ def traced(entries: Mapping[str, TensorEntry], module: nn.Module, converter: Con
 
 
 def sources_of(tensor: Tensor) -> frozenset[str]:
-    """Return the names of the file tensors from which a tensor of ``traced`` is computed."""
+    """Return the names of the file tensors from which a tensor, as ``traced`` returned it, is computed."""
     return tensor.sources if isinstance(tensor, _Traced) else frozenset()
 
 
@@ -167,7 +167,7 @@ def is_source(tensor: Tensor) -> bool:
 
 
 def computed(tensor: Tensor, read: Mapping[str, Tensor]) -> Tensor:
-    """Return a tensor of ``traced`` with data. ``read``: name -> tensor, as read from the files."""
+    """Compute a tensor that ``traced`` returned without data. ``read``: tensors of the files, keyed by name."""
     return tensor.compute(read) if isinstance(tensor, _Traced) else tensor
 
 

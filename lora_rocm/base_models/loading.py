@@ -120,10 +120,10 @@ class ModelLayout:
     """Describes the components of a family's models. The component that is always trained comes first.
 
     configs: packaged folder with the family's published configs, for one-file checkpoints.
-    tokenizers: folder name of a tokenizer in a model -> description.
+    tokenizers: descriptions, keyed by the tokenizer's folder name in a model.
     alone: components that every single file of the family contains. Empty if every single file has all components.
-    changed: component -> function that returns changed values for its config. It gets the config and the shapes of
-        the component's tensors by name. The shapes are empty unless the tensors are in one file.
+    changed: for each component, a function that returns changed values for its config. It gets the config and the
+        shapes of the component's tensors by name. The shapes are empty unless the tensors are in one file.
     """
 
     parts: Mapping[str, ComponentLayout]
@@ -138,7 +138,7 @@ class BaseSource:
     """A base model that was located but not loaded.
 
     folder: folder with a sub-folder for each component's config, and for its weights if ``single_file`` is None.
-    own: component or tokenizer -> the file or folder that the recipe sets for it.
+    own: files and folders that the recipe sets, keyed by component or tokenizer.
     """
 
     name: str
@@ -311,7 +311,7 @@ class BaseSource:
             return conversion.predict_loading(tensors.entries, module, self._converter(name), ignored)
 
     def stored_names(self, name: str) -> dict[str, str]:
-        """Return name in the component -> name in the files, for all tensors that the files contain unchanged.
+        """Return the file names of all tensors that the files contain unchanged, keyed by the name in the component.
 
         Raises:
             ModelError: weights-unfit.
@@ -320,7 +320,9 @@ class BaseSource:
         return {key: file for key, tensor in made.items() if is_source(tensor) for file in sources_of(tensor)}
 
     def read_names(self, name: str) -> dict[str, str]:
-        """Return name in the files -> name of a tensor computed from it, for all file tensors that a component needs.
+        """Return the file tensors that a component needs.
+
+        Each name is mapped to the name of a tensor computed from it.
 
         Raises:
             ModelError: weights-unfit.

@@ -60,7 +60,7 @@ class RandomSource(BaseSource):
 def random_source(name: str, layout: ModelLayout) -> RandomSource:
     """Return a random base model.
 
-    Its structure is from a packaged model or local folder, else from the published configs.
+    Its structure is taken from a packaged model or a local folder, or else from the published configs.
 
     Args:
         name: PREFIX, followed by a name as in ``model.name_or_path``.

@@ -42,7 +42,7 @@ FOUR_BIT_TYPES = ("nf4", "fp4")
 BLOCK_SIZES = tuple(1 << power for power in range(5, 13))  # of bitsandbytes: 32 to 4096
 FP8, FLOATS = ("F8_E4M3", "F8_E5M2"), ("F64", "F32", "F16", "BF16")
 COMFY_FORMATS = {"float8_e4m3fn": ("F8_E4M3", "U8"), "float8_e5m2": ("F8_E5M2",), "int8_tensorwise": ("I8",)}
-"""Name of a ComfyUI format -> dtypes in which its codes may be stored."""
+"""Dtypes in which the codes of each ComfyUI format may be stored."""
 SCALED_DTYPES = (*FP8, "I8")
 """Dtypes of codes that have a scale but no ``comfy_quant`` description."""
 EMBEDDINGS = ("embed", "shared", "wte")
@@ -54,7 +54,9 @@ LARGEST = {
     "quant_map": 2.0,
     "nested_quant_map": 2.0,
 }
-"""Role of a tensor -> largest plausible magnitude. A float16 weight is at most 65,504, and a code's value at most 1."""
+"""Largest plausible magnitude of a tensor, keyed by role. A float16 weight is at most 65,504, and a code's value at
+most 1.
+"""
 MAX_SMALL_PART = 1 << 20
 MAX_DESCRIPTION = 1 << 16
 
@@ -120,7 +122,7 @@ class Storage:
     """The parts of one weight in a file.
 
     path: path of the file.
-    parts: role -> name of a tensor in the file.
+    parts: names of tensors in the file, keyed by role.
     state: the JSON description of a 4-bit weight; empty for other formats.
     """
 
@@ -151,7 +153,7 @@ class Storage:
         )
 
     def weight(self, tensors: Mapping[str, Tensor]) -> Stored:
-        """Return the weight, built from its tensors. ``tensors``: role -> tensor.
+        """Return the weight, built from its tensors. ``tensors``: keyed by role.
 
         Raises:
             ModelError: see ``require_numbers``.
@@ -178,7 +180,7 @@ class ComponentTensors:
 
     @cached_property
     def entries(self) -> dict[str, TensorEntry]:
-        """Name -> entry of each tensor.
+        """The entry of each tensor, keyed by name.
 
         Weights with scales appear as if they were dense, and their other parts are omitted.
         """
@@ -190,7 +192,7 @@ class ComponentTensors:
 
     @cached_property
     def stored(self) -> dict[str, Storage]:
-        """Name -> storage of each weight that is stored with scales.
+        """The storage of each weight that is stored with scales, keyed by name.
 
         Raises:
             ModelError: see ``_all_stored``.
@@ -208,7 +210,7 @@ class ComponentTensors:
 
 
 def _described(header: TensorFileHeader, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return tensor name -> JSON object that the tensor contains as text."""
+    """Return the JSON objects that tensors contain as text, keyed by the tensor's name."""
     for name in names:
         if header.tensors[name].end - header.tensors[name].begin > MAX_DESCRIPTION:
             raise damaged(header.path, f"the description {name:.200} is too long")
@@ -226,7 +228,7 @@ def _described(header: TensorFileHeader, names: Sequence[str]) -> dict[str, dict
 
 
 def _all_stored(headers: Sequence[TensorFileHeader], prefix: str) -> dict[str, Storage]:
-    """Return name -> storage of all weights of a component that are stored with scales.
+    """Return the storage of a component's weights that are stored with scales, keyed by name.
 
     This is the only function that judges the parts of a weight. It checks headers and small tensors. The values of
     large tensors are checked when they are read (``Storage.weight``).

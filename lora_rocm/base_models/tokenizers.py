@@ -42,8 +42,8 @@ class Packed:
 
 CLIP = Packed("clip.merges.xz", "</w>", ("<|startoftext|>", "<|endoftext|>"))
 PACKED = {"clip_l": CLIP, "clip_g": CLIP, "t5": Packed("t5.tokenizer.xz"), "qwen3": Packed("qwen.merges.xz")}
-"""Name -> packaged tokenizer: CLIP-L, OpenCLIP's CLIP (which pads with "!"), T5 (32,100 pieces), and Qwen 2 and 3 with
-the chat template of Qwen 3.
+"""The packaged tokenizers, keyed by name: CLIP-L, OpenCLIP's CLIP (which pads with "!"), T5 (32,100 pieces), and Qwen
+2 and 3 with the chat template of Qwen 3.
 """
 
 
@@ -77,7 +77,7 @@ def packaged(name: str) -> Path:
 
 
 def _byte_pairs(packed: Packed, merges: str) -> Mapping[str, str]:
-    """Return file name -> content for a byte-pair encoding.
+    """Return the files of a byte-pair encoding, keyed by file name.
 
     The vocabulary consists of all letters, the merged tokens and ``special``, in this order.
     """

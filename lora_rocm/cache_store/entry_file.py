@@ -25,7 +25,7 @@ WORD_TYPES = {4: "<i4", 2: "<i2", 1: "u1"}
 
 
 class CacheEntryBad(Exception):
-    """A cache entry that is missing, damaged or of another kind than expected. The message is the reason."""
+    """A cache entry that is missing, damaged, or not of the expected kind. The message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class EntryHeader:
     """The header of a cache entry.
 
     fingerprints: fingerprint of each tensor, by name.
-    spans: (begin, end) of each tensor's bytes in the file, by name. The spans are contiguous, without gaps.
+    spans: (begin, end) of each tensor's bytes in the file, by name. There are no gaps between the spans.
     num_bytes: size of the file.
     """
 
@@ -117,9 +117,9 @@ def fingerprint_of(sample: bytes | memoryview) -> int:
 
 
 def _weights(first: int, count: int) -> NDArray[np.int64]:
-    """Return the odd weights of ``count`` positions from ``first`` on, as in ``device.transfer``.
+    """Return the weights of ``count`` positions, starting at ``first``, as ``device.transfer`` computes them.
 
-    int64 arithmetic wraps around. Shape [count].
+    All weights are odd. The int64 arithmetic wraps around. Shape [count].
     """
     mixed_N = np.arange(first + 1, first + count + 1, dtype=np.int64) * np.int64(-0x61C8864680B583EB)
     mixed_N = (mixed_N ^ (mixed_N >> 30)) * np.int64(-0x40A7B892E31B1A47)

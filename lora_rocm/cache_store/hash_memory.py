@@ -22,7 +22,7 @@ SETTLED_S = 2.0  # a file changed this recently could change again within one ti
 
 
 def marks_of(found: os.stat_result) -> tuple[int, int, int]:
-    """Return size and times of change. Together with the path, they identify a file's state; see ``FileState``."""
+    """Return (size, time of the last change, time of the last inode change) of a file, for ``FileState``."""
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 

@@ -325,7 +325,7 @@ def _prune_entry(pruning: Pruning, files: Sequence[File], oldest: float | None) 
 
 
 def _prune_manifests(pruning: Pruning, folder: Path, oldest: float | None, now: float) -> None:
-    """Delete unused manifests (``latent_cache/manifest.py``). Without its manifest, a run takes longer to start."""
+    """Delete unused manifests (``encoded_cache/manifest.py``). Without its manifest, a run takes longer to start."""
     if not is_folder(folder):
         return
     for path, pid in _matching(folder, MANIFEST_TEMPORARY_NAME):
@@ -383,7 +383,7 @@ def _places(folder: Path) -> Iterator[Path]:
 def _kinds(folder: Path) -> list[str]:
     """Return the entry kinds in a cache folder, by the names of its sub-folders.
 
-    A sub-folder is included if its name is a known kind, or if it contains an entry of the kind that it is named after.
+    A sub-folder is included if its name is a known kind, or if it contains an entry of the kind in its name.
     """
     found = [path for path, _ in _matching(folder, ENTRY_KIND) if path.name != MANIFESTS]
     return [path.name for path in found if path.name in KNOWN_KINDS or (not is_link(path) and _has_entry(path))]

@@ -26,8 +26,8 @@ from lora_rocm.rundir.run_context import RunContext
 
 TRIED_ON = ("cuda",)
 SHAPES = {64: ((1, 2, 80, 77, False),), 128: ((1, 2, 80, 80, True),)}
-"""Head dimension -> test shapes (samples, heads, queries, keys, causal), small enough that all routes take a few
-milliseconds.
+"""Test shapes (samples, heads, queries, keys, causal), keyed by head dimension. They are small enough that all routes
+take a few milliseconds.
 """
 SCALE = 2.0
 FUSED_WAYS = ("auto", "sdpa-flash", "sdpa-ck", "sdpa-efficient", "sdpa-cudnn")

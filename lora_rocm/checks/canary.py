@@ -73,8 +73,9 @@ class CapturedFingerprints:
 
 
 SCALES = (1.0, -0.5, 2.0, -1.0, 0.5, -2.0)
-"""Factors that scale the problems, one per check in turn; every format represents them exactly. They make the previous
-check's answer wrong, even if the answer scales with the square.
+"""Factors that scale the problems, one per check in turn; every format represents them exactly. Consecutive checks use
+different factors, so the previous check's answer is wrong for the next one, even if the answer grows with the
+square of the factor.
 """
 SUM_LIMIT = 64  # sums of these whole numbers then stay exact in float32, in any order
 GRAPH, CONSTANTS = "captured graph", "constants"

@@ -1,6 +1,6 @@
 """Compares the project's Triton kernels with the eager implementations, on the run's device and in its dtype.
 
-The kernels run on cards and compilers that they were not tested on. So before they are used, the kernels of the run's
+The kernels run on GPUs and compilers with which they were not tested. So before they are used, the kernels of the run's
 step are compiled and compared here, forward and backward. Integer kernels must match bit for bit. If a kernel fails,
 the run uses the eager implementations and sends a notice. A case that passed is not compared again until its code, the
 libraries, the driver or the GPU change.
@@ -183,7 +183,10 @@ def _halves(implementation: Implementation, norm: nn.RMSNorm, qk: Tensor) -> Ten
 
 
 def _token_loss(cap: float | None, implementation: Implementation, norm: None, logits: Tensor) -> Outputs:
-    """Return the product of the logits and their loss gradient (so its gradient is that gradient), and the losses."""
+    """Return two tensors: the logits multiplied by the gradient of their loss, and the losses.
+
+    The gradient of the first tensor is the gradient of the loss.
+    """
     labels = torch.arange(-1, len(logits) - 1, device=logits.device) * 5 % logits.shape[1]
     labels[0] = -100
     gradient = logits.detach().clone()
@@ -400,8 +403,8 @@ LARGE: tuple[Case, ...] = (
         for shape in ((1, 1152), (1024, 320))
     ),
 )
-"""Cases with the widths of an SDXL UNet and of transformers, for which Triton generates other code. The largest image
-uses the larger chunks. Only the widths of a vocabulary and of a head are multiples of the block.
+"""Cases with the widths of an SDXL UNet and of transformers, for which Triton generates different code. The largest
+image uses the larger chunks. Only the widths of a vocabulary and of a head are multiples of the block.
 """
 WORDS = (16, 3 * TILE + 48, TILE, 64 * TILE)
 FINGERPRINTS = ExactCase("fingerprint of trained state", _fingerprints)
@@ -485,7 +488,7 @@ def cases_for(kernels: Collection[str] | None, dtype: torch.dtype) -> tuple[Case
 
 
 def proof_of(case: Case | ExactCase, dtype: torch.dtype) -> Proof:
-    """Return the record for a case. It is void once the code of kernel, plain implementation or check changes."""
+    """Return the record for a case. It is invalid after the kernel, its plain implementation or the check changes."""
     run = case.run.func if isinstance(case.run, partial) else case.run
     code = [inspect.getsource(part) for part in (run, _near, _exact, _KernelInputs, poison)]
     told = [str(case), *code, repr(TOLERANCE[dtype]), repr(getattr(case, "mean", 0.0))]

@@ -65,7 +65,7 @@ class Proof:
         return self._path is not None and self._path.is_file()
 
     def keep(self) -> None:
-        """Write the record. If this fails, the next start compares the kernel again."""
+        """Write the record. If it cannot be written, the next start compares the kernel again."""
         if self._path is not None:
             with suppress(StorageError):
                 write_json(self._path, self._facts)

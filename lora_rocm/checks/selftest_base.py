@@ -29,7 +29,7 @@ class NotHereError(Exception):
 class Check:
     """A check of the self-test.
 
-    ``run`` raises ``WrongAnswerError`` or ``NotHereError``, or returns a remark or None.
+    ``run`` raises ``WrongAnswerError`` or ``NotHereError``, or returns a remark for the result, or None.
     """
 
     name: str
@@ -103,9 +103,9 @@ def judge_norm(found: Tensor, wanted: Tensor, what: str, tolerance: float) -> No
 
 
 def expect(run: Callable[[], Tensor], wanted: Tensor, what: str, tolerance: float, like: Tensor) -> None:
-    """Run a calculation in memory that contained NaN before, and ``judge`` its result.
+    """Fill memory with NaN, run a calculation in it, and ``judge`` the result.
 
-    ``like`` has its device and dtype.
+    ``like``: a tensor with the result's device and dtype.
     """
     poison(like.device, wanted.numel() * like.element_size())
     judge(run(), wanted, what, tolerance)

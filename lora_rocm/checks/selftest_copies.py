@@ -67,7 +67,7 @@ def copy_checks(device: torch.device, send: Send = send, read: Read = read) -> I
 
 
 def memory_checks(device: torch.device) -> Iterator[Check]:
-    """Yield two checks: torch detects all of a card's memory, and tensors keep their values while others come and go.
+    """Yield two checks: torch detects all of a card's memory, and tensors keep their values while others are freed.
 
     Sources: pytorch#184880; ROCm#6603.
     """

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lora_rocm.checks.selftest_base import Check, WrongAnswerError, expect, judge, poison, synchronize, whole_numbers
-from lora_rocm.device import blas
+from lora_rocm.device import hipblaslt
 from lora_rocm.device.precision import FLOATS
 
 Sizes = tuple[int, int, int]
@@ -37,7 +37,7 @@ def gemm_checks(device: torch.device) -> Iterator[Check]:
 
     If hipBLASLt is disabled, the first check is that torch does not prefer it.
     """
-    if blas.hipblaslt_is_off(os.environ):
+    if hipblaslt.hipblaslt_is_off(os.environ):
         yield Check("gemm.hipblaslt-off", _library)
     large = device.type == "cuda"
     rows, width, square = (4096, 4096, 256) if large else (96, 160, 64)
@@ -72,8 +72,11 @@ def conv_checks(device: torch.device) -> Iterator[Check]:
 
 
 def _library() -> str:
-    """Check that torch prefers rocBLAS, and return a remark. It is called only if hipBLASLt is disabled."""
-    library = blas.preferred()
+    """Check that torch prefers rocBLAS, and return a remark for the result.
+
+    It is called only if hipBLASLt is disabled.
+    """
+    library = hipblaslt.preferred()
     if library != "cublas":
         raise WrongAnswerError(f"hipBLASLt is switched off, but torch still prefers {library}")
     return "hipBLASLt is off: torch prefers rocBLAS"

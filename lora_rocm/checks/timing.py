@@ -53,7 +53,10 @@ def seconds_of(call: Call, device: torch.device) -> float:
 
 
 def _median(timed: Callable[[int], float], kind: str) -> float:
-    """Return the median time of one call. ``timed`` measures a number of calls; ``kind`` is the device type."""
+    """Return the median time of one call.
+
+    ``timed`` returns the total time of a number of calls; ``kind`` is the device type.
+    """
     calls = min(MAX_CALLS, max(1, round(MEASURE_S[kind] / max(timed(1), 1e-7))))
     return statistics.median(timed(calls) / calls for _ in range(REPEATS[kind]))
 

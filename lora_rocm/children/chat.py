@@ -21,7 +21,7 @@ from lora_rocm.device.allocator import LimitFollower
 from lora_rocm.device.precision import compute_dtype
 from lora_rocm.errors import LoraRocmError, UserError
 from lora_rocm.families.base import Answering, Sampling, family_for
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.processes.jobs import AskRequest, ChatJob, ChatRequest, ResetRequest, StopRequest, chat_request
 from lora_rocm.rundir.event_types import AnsweredEvent, Emit, NoticeEvent, ReadyEvent, WrittenEvent
 from lora_rocm.rundir.events import emit as to_output
@@ -134,7 +134,7 @@ class ChatModel:
 
 def chat(
     job: ChatJob,
-    registry: FamilyRegistry = PRODUCT,
+    registry: FamilyRegistry = FAMILIES,
     requests: Requests | None = None,
     emit: Emit = to_output,
 ) -> None:

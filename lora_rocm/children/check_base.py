@@ -15,7 +15,7 @@ import torch
 from lora_rocm.children.json_child import answer
 from lora_rocm.device.precision import choose_device, compute_dtype
 from lora_rocm.families.base import family_for
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.hardware.settings import settings_from
 from lora_rocm.processes.jobs import CheckBaseJob, Weighed
@@ -52,7 +52,7 @@ def weigh(recipe: Recipe) -> Weighed:
     return Weighed(num_bytes, notices, [list(astuple(FileVersion.of(file))) for file in files], [*base.token_limits])
 
 
-def main(registry: FamilyRegistry = PRODUCT) -> int:
+def main(registry: FamilyRegistry = FAMILIES) -> int:
     """Check the base model of the job's recipe, print the result, and return the exit code."""
     return answer(CheckBaseJob, lambda job: weigh(recipe_from(job.recipe, registry)))
 

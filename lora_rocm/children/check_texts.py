@@ -15,11 +15,11 @@ from lora_rocm.dataset.rows.records import UnusableText
 from lora_rocm.dataset.rows.row_edge import row_edge
 from lora_rocm.dataset.sample_table import Samples
 from lora_rocm.dataset.sources.text_scan import NUM_KEPT, Notes, SkippedTexts, add_parts, texts_of
+from lora_rocm.encoded_cache.cache import LatentCache
+from lora_rocm.encoded_cache.prepare import lengths_of_texts, texts_in_cache
 from lora_rocm.errors import Problem
 from lora_rocm.families.base import ModelFamily, TextReader, family_for
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
-from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.prepare import lengths_of_texts, texts_in_cache
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.planning.data_plan import Seen
 from lora_rocm.processes.jobs import CheckTextsJob
 from lora_rocm.recipe.kinds import recipe_from
@@ -71,7 +71,7 @@ def _shown(reader: TextReader, text: str) -> str:
         return error.what
 
 
-def main(registry: FamilyRegistry = PRODUCT) -> int:
+def main(registry: FamilyRegistry = FAMILIES) -> int:
     """Inspect the texts of the job's recipe, print the result, and return the exit code."""
 
     def found(job: CheckTextsJob) -> Seen:

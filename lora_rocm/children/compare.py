@@ -18,16 +18,16 @@ from torch import Tensor
 from lora_rocm.adapters import new_tokens, trained_norms
 from lora_rocm.adapters.attach import inject
 from lora_rocm.adapters.base import Adapter
-from lora_rocm.adapters.files.lora_reader import read_for_model
+from lora_rocm.adapters.lora_files.lora_reader import read_for_model
 from lora_rocm.adapters.training_adapter import attach_training_adapter
 from lora_rocm.device.precision import compute_dtype
+from lora_rocm.encoded_cache.cache import LatentCache
+from lora_rocm.encoded_cache.encode_session import Encoding
 from lora_rocm.errors import AdapterError, DataError
 from lora_rocm.families.base import Drawn, LoadedModel, ModelFamily, family_for
-from lora_rocm.families.common.objectives.loss import measured
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.objectives.loss import measured
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.files import write_atomic
-from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.loader.batch import Batch
 from lora_rocm.loader.batches import BatchPlan, Prepared, SampleStatistics, loader, open_workers, prepare
 from lora_rocm.processes.jobs import CompareJob
@@ -48,7 +48,7 @@ from lora_rocm.train.start_encoder import start_encoders
 CONTEXT = RunContext(emit=emit)
 
 
-def compare(job: CompareJob, registry: FamilyRegistry = PRODUCT) -> None:
+def compare(job: CompareJob, registry: FamilyRegistry = FAMILIES) -> None:
     """Emit one ``ComparedEvent`` for the base model alone, and one for each (updates, path) in ``job.files``.
 
     The prompts are ``job.prompts``, or the recipe's if these are empty. Images are written to ``job.output``.
@@ -120,10 +120,12 @@ def _states(
     files: Sequence[tuple[int, Path]],
     tokens: Sequence[NewToken],
 ) -> dict[int, dict[str, Tensor]]:
-    """Return number of updates -> trained tensors. Missing and damaged files are skipped with a notice.
+    """Return the trained tensors of each file, keyed by the number of updates.
+
+    Missing and damaged files are skipped with a notice.
 
     Raises:
-        AdapterError: no file can be read. It is the error of the first file.
+        AdapterError: no file can be read. The first file's error is raised.
     """
     states, faults = dict[int, dict[str, Tensor]](), list[AdapterError]()
     for updates, path in files:
@@ -159,7 +161,9 @@ def _held_out_batches(recipe: Recipe, family: ModelFamily, cache: LatentCache, p
 
 
 def mean_losses(found: Sequence[HeldOut]) -> dict[str, float | None]:
-    """Return sample key -> mean loss over the measured timesteps. A sample that an epoch repeats counts only once.
+    """Return each sample's mean loss over the measured timesteps, keyed by sample key.
+
+    A sample that an epoch repeats counts only once.
 
     The loss is weighted by the sample's share (``Item.share``), relative to the mean share. So the mean over
     samples equals training's held-out loss, which is a mean over all trained tokens.

@@ -32,7 +32,7 @@ def convert(job: ExportJob, run_dir: RunDir, recipe: Recipe, checkpoint: Checkpo
 
     Raises:
         AdapterError: the base model is not the one used for training, or the format does not support a layer.
-        ExportError: the exported adapter has another effect than the original.
+        ExportError: the exported adapter has a different effect than the original.
     """
     family, form = family_for(recipe), job.format
     assert isinstance(family, WritesWholeModels), "required by its spec"

@@ -9,12 +9,12 @@ from __future__ import annotations
 import sys
 
 from lora_rocm.children.json_child import answer
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.processes.jobs import InspectJob, Judgements
 from lora_rocm.train.usable import judged
 
 
-def main(registry: FamilyRegistry = PRODUCT) -> int:
+def main(registry: FamilyRegistry = FAMILIES) -> int:
     """Check the job's path, print the result, and return the exit code."""
 
     def found(job: InspectJob) -> Judgements:

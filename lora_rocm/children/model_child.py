@@ -14,7 +14,7 @@ import torch
 
 from lora_rocm.adapters import new_tokens
 from lora_rocm.adapters.attach import attach_file, inject
-from lora_rocm.adapters.files.lora_reader import components_of
+from lora_rocm.adapters.lora_files.lora_reader import components_of
 from lora_rocm.children.chat import chat
 from lora_rocm.children.compare import compare
 from lora_rocm.children.conversions import convert
@@ -26,7 +26,7 @@ from lora_rocm.export import writers
 from lora_rocm.export.metadata import RunFacts
 from lora_rocm.families.base import ModelFamily, PreviewRequest, Tensors, family_for
 from lora_rocm.families.common.detect import evidence
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.families.spec import FamilySpec
 from lora_rocm.foundation.files import followed, write_atomic
 from lora_rocm.model_files.peft_folder import peft_folders
@@ -51,7 +51,7 @@ from lora_rocm.train.standalone import open_placement, start_device
 WRITTEN_TOGETHER = 8  # images drawn and saved at a time, so that a stop loses few of them
 
 
-def sample(job: SampleJob, registry: FamilyRegistry = PRODUCT) -> None:
+def sample(job: SampleJob, registry: FamilyRegistry = FAMILIES) -> None:
     """Generate images with a LoRA file, using the base model of its run or another one."""
     source = job.source
     # The LoRA file, its recipe and whether it trains text encoders
@@ -133,7 +133,7 @@ def _require_base_of_run(
     require_trained_base(newest, recipe.model.name_or_path, with_parts_of_run, notify, refuse=job.base is None)
 
 
-def export_run(job: ExportJob, registry: FamilyRegistry = PRODUCT) -> None:
+def export_run(job: ExportJob, registry: FamilyRegistry = FAMILIES) -> None:
     """Export the LoRA of a checkpoint (by default the newest) in another format, read it back and compare it.
 
     Raises:
@@ -378,7 +378,7 @@ def run(job: RunJob, registry: FamilyRegistry) -> None:
             chat(job, registry)
 
 
-def main(registry: FamilyRegistry = PRODUCT) -> int:
+def main(registry: FamilyRegistry = FAMILIES) -> int:
     """Run the job and return the exit code. Every error is emitted as an event."""
     try:
         run(job_of(SampleJob, ExportJob, CompareJob, ChatJob), registry)

@@ -16,7 +16,7 @@ from lora_rocm.device.allocator import room_bytes
 from lora_rocm.device.precision import DTYPES, choose_device, compute_dtype, describe
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import ModelFamily, family_for
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.hardware.settings import Settings, settings_from
 from lora_rocm.kernels.weight_format import DENSE
 from lora_rocm.memory.footprint import counted, largest_of, measured_rates
@@ -85,7 +85,7 @@ def _gpu(device: torch.device, settings: Settings, dtype: torch.dtype, pin: bool
     )
 
 
-def main(registry: FamilyRegistry = PRODUCT) -> int:
+def main(registry: FamilyRegistry = FAMILIES) -> int:
     """Compute the footprint of the job's recipe, print it, and return the exit code."""
 
     def found(job: PlanJob) -> Counted:

@@ -20,7 +20,7 @@ from accelerate import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from lora_rocm.errors import LoraRocmError, MachineError
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.processes.jobs import TrackJob, job_of
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.paths import settings_without_paths
@@ -64,7 +64,7 @@ def found_again(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def track(
-    job: TrackJob, over: Callable[[], bool], registry: FamilyRegistry = PRODUCT, limit_s: float = CALL_LIMIT_S
+    job: TrackJob, over: Callable[[], bool], registry: FamilyRegistry = FAMILIES, limit_s: float = CALL_LIMIT_S
 ) -> None:
     """Log the numbers of all events in the run's file from byte ``job.offset`` on, until ``over()`` returns True.
 
@@ -107,7 +107,7 @@ def numbers_of(event: Tracked) -> Mapping[str, float]:
 
 
 def _settings(run_dir: RunDir, registry: FamilyRegistry) -> dict[str, bool | int | float | str]:
-    """Return the recipe as "section.key" -> value.
+    """Return the recipe's values, keyed by "section.key".
 
     Values that are not numbers, booleans or texts are converted to text.
 

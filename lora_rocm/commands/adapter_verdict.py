@@ -21,7 +21,7 @@ from lora_rocm.model_files.peft_folder import PEFT_WEIGHTS, read_peft_config
 MAX_SHOWN = 200
 MAX_NAMED = 3
 LIMITS_HERE = ("lora-kind", "lora-magnitudes", "init-from-axis")
-"""Error codes of intact files that this program does not read, although others may.
+"""Error codes of intact files that this program does not read, although other programs may.
 
 Any other code means a faulty file.
 """

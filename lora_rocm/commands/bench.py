@@ -25,10 +25,12 @@ from lora_rocm.rules.environment import plan
 from lora_rocm.rules.this_machine import plan_here, situation_here
 from lora_rocm.rundir.event_types import Event, LinkEvent, MachineEvent, StartEvent, StepEvent
 from lora_rocm.rundir.events import current_steps, read_events
-from lora_rocm.supervisor import resume, worker_process
+from lora_rocm.supervisor import choose_run_dir, worker_process
 
 WARM_UP = 20
-"""Number of steps before those that are timed. In them, kernels are compiled and common shapes captured as graphs."""
+"""Number of warm-up steps, which are not timed. During them, kernels are compiled, and common shapes are captured as
+graphs.
+"""
 ONLY_STEPS = (
     "train.epochs=null",
     "train.validation_every_n_steps=0",
@@ -40,7 +42,7 @@ MADE_UP = ("lora.init_from=null", "data.sources=[]", "data.path=builtin:demo", "
 WITH_HIPBLASLT = {"DISABLE_ADDMM_HIP_LT": "0", "TORCH_BLAS_PREFER_HIPBLASLT": "1", "ROCBLAS_USE_HIPBLASLT": "1"}
 WITHOUT_HIPBLASLT = {"DISABLE_ADDMM_HIP_LT": "1", "TORCH_BLAS_PREFER_HIPBLASLT": "0", "ROCBLAS_USE_HIPBLASLT": "0"}
 VARIANTS = {"Lt": WITH_HIPBLASLT, "no Lt": WITHOUT_HIPBLASLT}
-"""AMD only: environment variables for measuring with and without hipBLASLt, whatever the user has set."""
+"""AMD only: environment variables for measuring with and without hipBLASLt, regardless of the user's own setting."""
 NO_VARIANTS: dict[str, dict[str, str]] = {"": {}}
 NO_GPU = "There is no GPU to measure, or this PyTorch does not see it; "
 GROUPS = {"gemm": "Matrix products", "attention": "Attention", "convolution": "Convolutions"}
@@ -95,7 +97,7 @@ def finish(output: Output, measure: Callable[[], BenchResult], path: Path | None
         path: file to which the figures are written, or None.
 
     Raises:
-        LoraRocmError: the benchmark failed, or the file cannot be written, which is checked first.
+        LoraRocmError: the benchmark failed, or the file cannot be written (checked before the benchmark).
     """
     require_place(path, "--output")
     found = measure()
@@ -156,9 +158,9 @@ def step(
     stream = (output or Output(OutputMode.QUIET)).stream
     with temporary_folder() as folder:
         loaded = _short_run(recipe_path, overrides, steps, folder / "cache" if random_weights else None)
-        chosen = resume.choose(loaded, folder / "run", None)
+        chosen = choose_run_dir.choose(loaded, folder / "run", None)
         run = chosen.run_dir.create()
-        resume.settle(chosen, loaded, accept_changes=False)
+        choose_run_dir.settle(chosen, loaded, accept_changes=False)
         env = plan_here(loaded.recipe).applied_to(os.environ)
         with make_progress(stream) as progress:
             code = worker_process.run_worker(
@@ -228,7 +230,7 @@ def loader(recipe_path: str, overrides: Sequence[str] = (), notify: Notify = unh
     loaded.require_files()
     recipe = loaded.recipe
     env = plan_here(recipe).applied_to(os.environ)
-    notify("Encoding the entries that the cache lacks, as training would. Then each row takes some seconds.")
+    notify("Encoding missing cache entries, as training would. Each measurement then takes a few seconds.")
     _measure(LoaderJob(recipe=recipe.model_dump(mode="json")), env, found)
     return _result("loader", found, recipe)
 
@@ -295,7 +297,7 @@ def machine_text(machine: Row) -> str:
 
 
 def _bus(found: BenchResult) -> tuple[Row | None, str]:
-    """Return the PCIe link to compare copies with, or None if there is none, and a sentence about it."""
+    """Return the PCIe link to compare copies with, and a sentence about it. The link is None if there is none."""
     link: Row | None = found.links[0] if found.links else None
     if found.machine["integrated"]:
         return None, "This GPU shares main memory with the processor: there is no bus, and memory is the limit."

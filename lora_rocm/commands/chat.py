@@ -20,7 +20,7 @@ from rich.text import Text
 from lora_rocm.commands.output import Output, OutputMode
 from lora_rocm.commands.sample_export import require_text
 from lora_rocm.errors import UserError
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.files import temporary_folder
 from lora_rocm.foundation.terminal_text import legible, quoted
 from lora_rocm.processes.jobs import CHILDREN, AskRequest, ChatJob, ResetRequest, StopRequest
@@ -32,13 +32,13 @@ from lora_rocm.rundir.event_types import AnsweredEvent, Event, NoticeEvent, Read
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.made_from import is_of_another_step, newest_lora
 from lora_rocm.rundir.whole_files import require_whole, require_whole_named
-from lora_rocm.supervisor.resume import holds_run
+from lora_rocm.supervisor.choose_run_dir import holds_run
 from lora_rocm.supervisor.run_recipe import recipe_of_run
 
 SIDES = {"both": ("base", "adapter"), "base": ("base",), "adapter": ("adapter",)}
 TITLES = {"base": "base model", "adapter": "with adapter"}
 MIN_COLUMNS = 100
-"""Minimum width of a terminal that shows two answers side by side. In a narrower one they follow one another."""
+"""Minimum width of a terminal that shows two answers side by side. A narrower terminal shows one below the other."""
 WEIGHTS = "adapter_model.safetensors"
 HELP = """\
 /both, /base, /adapter  choose who answers.
@@ -102,7 +102,11 @@ def render(result: ChatResult) -> str:
 
 
 def chat(
-    source: Path, prompt: str | None, options: Options, output: Output | None = None, registry: FamilyRegistry = PRODUCT
+    source: Path,
+    prompt: str | None,
+    options: Options,
+    output: Output | None = None,
+    registry: FamilyRegistry = FAMILIES,
 ) -> int:
     """Chat until the user ends the conversation, or answer one ``prompt``. Return the exit code.
 
@@ -174,7 +178,7 @@ def _adapter_of(source: Path, registry: FamilyRegistry) -> tuple[Path, Path]:
 
 @dataclass
 class _Talk:
-    """A conversation, on the side of the terminal.
+    """A conversation in the terminal. A child process runs the model.
 
     Attributes:
         child: the process that runs the model.

@@ -13,7 +13,7 @@ from lora_rocm.commands.check_base import Weighing
 from lora_rocm.commands.output import Failure, Notify, unheard
 from lora_rocm.dataset.images.preview_images import require_preview_images
 from lora_rocm.errors import DataError, LoraRocmError, Problem, RecipeError
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.units import count_text, size_text
 from lora_rocm.model_files.models import BASE_JUDGED_BY
 from lora_rocm.planning.data_plan import RunPlan, Seen, plan_data, plan_texts, run_plan
@@ -67,8 +67,8 @@ class DataFacts:
         captioned_several_times: number of samples with more than one caption.
         several_captions: total number of captions of these samples.
         sources: each source at each of its resolutions.
-        watched: number of samples of which only the loss is watched, and which are never trained on, by source.
-        problems: samples that are not usable, with the reasons. Of texts, only the first ones.
+        watched: number of samples that are never trained on, and only have their loss measured, by source.
+        problems: samples that are not usable, with the reasons. For texts, only the first ones are listed.
         num_problems: total number of samples that are not usable.
         notices: notices about the samples.
         first_notices: notices about the inspected texts.
@@ -101,7 +101,7 @@ class CheckResult:
         schema_only: whether only the recipe was checked.
         notices: notices about the recipe.
         data: the samples, or null if they were not inspected or are not usable.
-        plan: how a run uses the samples, or null like ``data``.
+        plan: how a run uses the samples, or null if ``data`` is null.
         weight_bytes: memory of the weights by component, or null if the base was not inspected or is not usable.
         notes: notices about the base, the captions and new tokens.
         error: why training is not possible, or null if it is.
@@ -124,7 +124,7 @@ def check(
     overrides: Sequence[str] = (),
     *,
     schema_only: bool = False,
-    registry: FamilyRegistry = PRODUCT,
+    registry: FamilyRegistry = FAMILIES,
     notify: Notify = unheard,
 ) -> CheckResult:
     """Check a recipe, its data and its base model. Faults of data and base are returned as the result's ``error``.
@@ -279,7 +279,7 @@ class _CheckedTexts:
 
     @classmethod
     def counted(cls, recipe: Recipe) -> _CheckedTexts:
-        """Count the texts, including texts that are only watched and not trained on.
+        """Count the texts, including texts that are only validated and not trained on.
 
         Raises:
             DataError: see ``text_scan.count_texts``.

@@ -86,7 +86,10 @@ class Command(TyperCommand):
 
 
 class BenchCommand(Command):
-    """A ``bench`` command. In earlier versions its ``--json`` took a file, so the message about that is clearer."""
+    """A ``bench`` command. In earlier versions, ``--json`` took a file name.
+
+    A user who still passes one gets a special message.
+    """
 
     def explained(self, message: str, args: list[str]) -> str:
         word = next((word for word in args if word == "--json" or word.startswith("--json=")), None)

@@ -82,7 +82,7 @@ def bench_step(
 def cache_stats(output: Output, folder: CachePath = Path("cache")) -> int:
     """Show the contents of the caches."""
     from lora_rocm.cache_store import maintenance
-    from lora_rocm.commands.cache_text import stats_text
+    from lora_rocm.commands.cache_report import stats_text
 
     found = maintenance.stats(folder)
     return output.show(found, stats_text(found))
@@ -93,7 +93,7 @@ def cache_stats(output: Output, folder: CachePath = Path("cache")) -> int:
 def cache_verify(output: Output, folder: CachePath = Path("cache")) -> int:
     """Read every entry and list damaged ones. The exit code is 3 if there are any."""
     from lora_rocm.cache_store import maintenance
-    from lora_rocm.commands.cache_text import verified_text
+    from lora_rocm.commands.cache_report import verified_text
 
     found = maintenance.verify(folder, output.notify)
     output.show(found, verified_text(found))
@@ -118,7 +118,7 @@ def cache_prune(
     They are damaged entries, duplicates, entries of older versions, and leftovers of killed runs.
     """
     from lora_rocm.cache_store import maintenance
-    from lora_rocm.commands.cache_text import pruned_text
+    from lora_rocm.commands.cache_report import pruned_text
 
     found = maintenance.prune(folder, output.notify, older_than_days=older_than, dry_run=dry_run)
     return output.show(found, pruned_text(found))

@@ -1,4 +1,4 @@
-"""Help texts: groups of commands, whole sentences, what a value is, defaults, variables and examples."""
+"""Formats help texts: groups of commands, complete sentences, types of values, defaults, variables and examples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GROUPS = (TRAIN, RUNS, FILES, MACHINE)
 """Groups of commands, in the order of the help."""
 PROGRAM = "lora-rocm"
 COMMON = ("as_json", "quiet", "verbose", "help")
-"""Options that every command has. They are the last ones of its help."""
+"""Options that every command has. The help shows them last."""
 OPTIONS_OF_ALL = "Options of every command"
 
 
@@ -59,7 +59,7 @@ def write_parameters(parameters: Iterable[Any], formatter: Any) -> None:
 
 
 def write_examples(examples: str, formatter: Any) -> None:
-    """Write the examples of a command, one in each line, which are without the program's name."""
+    """Write the examples of a command. ``examples`` has one per line, without the program's name."""
     lines = examples.splitlines()
     if lines:
         with formatter.section("Examples" if len(lines) > 1 else "Example"):

@@ -68,14 +68,14 @@ def values(kind: type[StrEnum]) -> str:
 
 
 def _recipes(incomplete: str) -> list[str]:
-    """Return the shipped recipes that begin like this; the shell adds files."""
+    """Return the shipped recipes with names that begin with ``incomplete``. The shell itself completes file names."""
     from lora_rocm.recipe.load import shipped_recipes
 
     return [name for name in shipped_recipes() if name.startswith(incomplete)]
 
 
 def runs_of(incomplete: str) -> list[str]:
-    """Return the runs in the default folder of runs that begin like this."""
+    """Return the runs in the default folder of runs with names that begin with ``incomplete``."""
     import os
 
     from lora_rocm.rundir.layout import RunDir

@@ -11,14 +11,14 @@ from pathlib import Path
 from lora_rocm.commands.output import Notify, unheard
 from lora_rocm.commands.sample_export import require_image_prompt, require_text, run_model_tool
 from lora_rocm.errors import UserError, storage_error
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.files import temporary_folder, write_atomic
 from lora_rocm.processes.jobs import CompareJob
 from lora_rocm.recipe.trigger import filled_in
 from lora_rocm.report.comparison import Compared, comparison_page, verdict
 from lora_rocm.rundir.event_types import ComparedEvent, Event, NoticeEvent
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor.resume import open_recipe
+from lora_rocm.supervisor.choose_run_dir import open_recipe
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def compare(
     prompts: Sequence[str] = (),
     strengths: Sequence[float] = (),
     most: int = 8,
-    registry: FamilyRegistry = PRODUCT,
+    registry: FamilyRegistry = FAMILIES,
     notify: Notify = unheard,
 ) -> CompareResult:
     """Write ``compare.html`` of a run.
@@ -87,7 +87,7 @@ def compare(
     prompts = [filled_in("--prompt", prompt, recipe) for prompt in prompts]
     sample = recipe.sample.only(prompts) if prompts else recipe.sample
     if not sample.prompts and not recipe.data.validation_split:
-        what = "The recipe of this run has neither prompts nor held-out samples, so there is nothing to compare by."
+        what = "The recipe of this run has neither prompts nor held-out samples, so there is nothing to compare."
         raise UserError("nothing-to-compare", what, where=str(run_dir.recipe), fix='Give --prompt "...".')
     files = spread(run_dir.checkpoint_loras(), most)
     if not files:

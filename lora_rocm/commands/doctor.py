@@ -166,7 +166,10 @@ def _tested_on(situation: Situation) -> str:
 
 
 def _with_own_python(line: str) -> str:
-    """Return a pip command that uses the Python of this program. It is unchanged if that path would need quotes."""
+    """Return a pip command that uses the Python of this program.
+
+    The command is unchanged if the path of Python would need quotes.
+    """
     start = "python -m pip "
     if not line.startswith(start) or " " in sys.executable:
         return line

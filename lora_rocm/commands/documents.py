@@ -47,13 +47,13 @@ class InspectDocument(TypedDict, total=False):
         title: description in a few words.
         usable: whether a recipe can use it.
         families: possible values of `model.family`.
-        trainable: families that can be trained with it here.
+        trainable: families that can be trained with it.
         needed: keys of `model` that a recipe with this base has to set too.
         unusable: why it cannot be trained with any family.
         problem: the error with which `check` and `train` refuse the base.
         notices: notices of `check` and `train` about an accepted base.
         keys: recipe key for which a component can be used, by family.
-        part: the part of a model that a component is.
+        part: for a component, its role in a model.
         components: title of each component.
         parts: description of each component, with all keys of this document.
         adapter: contents of an adapter file.

@@ -14,7 +14,7 @@ REPO = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
 MAX_REPO_LETTERS = 96
 MAX_SHOWN = 300
 BAD_CARD = "Invalid metadata in README.md"
-"""Start of the library's message about a card that the hub refuses."""
+"""Start of the library's message about a model card that the hub refuses."""
 LOG_IN = "Log in with hf auth login, or set HF_TOKEN to a token that may write (huggingface.co/settings/tokens)."
 AGAIN = "The repository exists now. Run the same command with --update to continue."
 
@@ -49,7 +49,9 @@ def require_token() -> None:
 
 
 def upload(folder: Path, repo: str, *, private: bool, update: bool) -> str:
-    """Create a repository, unless ``update``, and upload a folder to it. Return the page of the repository.
+    """Upload a folder to a repository, which is created first unless ``update`` is set.
+
+    Return the page of the repository.
 
     Raises:
         UserError: push-no-token, push-exists, push-missing, push-forbidden.
@@ -99,17 +101,17 @@ def _explained(repo: str, *, created: bool) -> Iterator[None]:
 
 
 def _failed(error: Exception, repo: str, created: bool) -> LoraRocmError:
-    """Return the error for a card that the hub refuses, or for a transfer that ended."""
+    """Return the error for a model card that the hub refuses, or for a failed transfer."""
     where, what = f"huggingface.co/{repo}", one_line(str(error))[:MAX_SHOWN]
     if str(error).startswith(BAD_CARD):
         fix = f"Correct output.license or --license in most cases.{f' {AGAIN}' if created else ''}"
         return UserError("push-card", f"The hub refused the model card: {what}", where=where, fix=fix)
     fix = AGAIN if created else "Check the connection, then run the same command again."
-    return MachineError("push-refused", f"The upload ended: {what}", where=where, fix=fix)
+    return MachineError("push-refused", f"The upload failed: {what}", where=where, fix=fix)
 
 
 def _refused(error: object, repo: str, created: bool) -> LoraRocmError:
-    """Return the error for an answer of the hub."""
+    """Return the error for a request that the hub refused."""
     where, status = f"huggingface.co/{repo}", getattr(getattr(error, "response", None), "status_code", 0)
     match status:
         case 401 if not created:

@@ -28,12 +28,12 @@ class ImportedSetting:
     """The outcome of one setting of the other trainer.
 
     Attributes:
-        key: as in its file, dotted.
-        value: as in its file, shortened; ``***`` for a secret.
+        key: name of the setting as in its file, dotted.
+        value: value of the setting as in its file, shortened; ``***`` for a secret.
         where: file and line; empty for a default of the other trainer, which its file does not mention.
         outcome: taken, changed, not-needed or unsupported.
-        ours: the recipe key; null: there is none.
-        note: both meanings, the reason, or the effect of the setting; null: the meaning is the same.
+        ours: the recipe key, or null if there is none.
+        note: how the meanings differ, why the setting was not taken, or its effect. Null if the meaning is the same.
         changes_weights: whether losing it changes the trained weights.
     """
 
@@ -66,7 +66,7 @@ class ImportResult:
     Attributes:
         trainer: the other trainer.
         recipe: the recipe as YAML.
-        output: the file that it was written to; null: none.
+        output: the file to which the recipe was written, or null if it was not.
         settings: what became of every setting, in the order of the files; defaults of the other trainer come first.
         unread: parts of the files that could not be read.
         notices: sentences about the recipe.
@@ -86,7 +86,7 @@ def import_config(paths: Sequence[Path], options: Sequence[str], output: Path | 
     """Translate the files of another trainer, and write the recipe if ``output`` is given.
 
     Raises:
-        UserError: see ``import_files``; or ``output`` exists.
+        UserError: ``output`` exists, or see ``import_files``.
     """
     if output is not None and output.exists():
         fix = "Choose another name, or remove the file."
@@ -118,7 +118,7 @@ def _unread(part: UnreadText) -> UnreadPart:
 
 
 def render(result: ImportResult) -> str:
-    """The recipe, unless it was written to a file, and the table below it."""
+    """Return the recipe (unless it was written to a file), and below it the table of settings."""
     lines = [] if result.output is not None else [result.recipe]
     lines.append(f"A configuration of {result.trainer}: {_counts(result)}.")
     for outcome, title in TITLES.items():

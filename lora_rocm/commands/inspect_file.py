@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lora_rocm.errors import AdapterError, ModelError
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.families.spec import FamilySpec
 from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.foundation.terminal_text import legible, one_line
@@ -20,7 +20,6 @@ from lora_rocm.foundation.units import count_text, number_text, size_text
 from lora_rocm.model_files.adapter_contents import as_number
 from lora_rocm.model_files.adapter_sizes import alphas_of, ranks_of
 from lora_rocm.model_files.adapter_spellings import any_rewritten, standard_names
-from lora_rocm.model_files.adapters import families_with, foreign_name, kind_of, origin_of
 from lora_rocm.model_files.component_folder import COMPONENT_CONFIG, weight_files
 from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, read_config
 from lora_rocm.model_files.header import TensorFileHeader, read_header, refuse_gguf
@@ -38,6 +37,7 @@ from lora_rocm.model_files.models import (
 )
 from lora_rocm.model_files.peft_folder import PEFT_CONFIG, PEFT_WEIGHTS, peft_folders
 from lora_rocm.model_files.readers import PROGRAMS, readers_of_file, spelling_of
+from lora_rocm.model_files.recognise_adapter import families_with, foreign_name, kind_of, origin_of
 from lora_rocm.model_files.storage_formats import (
     SCALED,
     quantised_error,
@@ -107,7 +107,7 @@ def judge_in_child(path: Path, families: Sequence[str]) -> Mapping[str, BaseVerd
     return ask(InspectJob(path, tuple(families)), Judgements, os.environ).of_family
 
 
-def inspect(path: Path, registry: FamilyRegistry = PRODUCT, judge: Judge = judge_in_child) -> Found:
+def inspect(path: Path, registry: FamilyRegistry = FAMILIES, judge: Judge = judge_in_child) -> Found:
     """Return the description of a file or folder, ready for JSON. ``documents.InspectDocument`` explains the keys.
 
     ``unusable`` is omitted if a family can be trained, or if the family is unknown. ``problem`` and ``notices`` can
@@ -164,7 +164,7 @@ def _inspected(path: Path, registry: FamilyRegistry) -> Found:
             "pickle-refused",
             "This is a pickle file: loading one can run any program hidden in it, so only .safetensors is read.",
             where=str(path),
-            fix="Use the .safetensors edition of the file.",
+            fix="Use the .safetensors version of the file.",
         )
     refuse_gguf(path, str(path))
     if path.is_file() and path.suffix.lower() not in WEIGHTS:
@@ -201,7 +201,7 @@ def _file(header: TensorFileHeader, registry: FamilyRegistry) -> Found:
 
 
 def _standard(header: TensorFileHeader) -> TensorFileHeader:
-    """Return the header with standard names of an adapter's tensors.
+    """Return the header with the tensor names of an adapter converted to standard names.
 
     It is unchanged if two tensors would get the same name.
     """

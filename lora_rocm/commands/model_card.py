@@ -24,7 +24,7 @@ from lora_rocm.rundir.event_types import DataEvent, StartEvent
 from lora_rocm.rundir.run_view import RunView
 
 BASE = "BASE_MODEL"
-"""Stands for the base model in examples if its hub id is not known."""
+"""Placeholder for the base model in examples if its hub id is not known."""
 IDENTIFIER, OTHER_LICENSE = re.compile(r"[a-z0-9.+-]*"), "other"
 MARKS = re.compile(r"([\\`*_{}\[\]#|~])")
 DIFFUSERS = """\
@@ -54,7 +54,7 @@ pipeline.{component} = PeftModel.from_pretrained(pipeline.{component}, "{repo}",
 
 @dataclass(frozen=True)
 class CardFacts:
-    """Facts for a card that are not in the publication.
+    """Facts for a model card that are not in the publication.
 
     Attributes:
         repo: name of the repository.
@@ -70,7 +70,7 @@ class CardFacts:
 
 
 def is_identifier(license_id: str) -> bool:
-    """Whether a license is written as the hub's identifiers are, such as apache-2.0 and openrail++, or is empty."""
+    """Whether a license is empty or is written like the hub's identifiers, such as apache-2.0 and openrail++."""
     return IDENTIFIER.fullmatch(license_id) is not None
 
 
@@ -241,7 +241,7 @@ def _table(head: Sequence[str], rows: Iterator[tuple[str, ...]] | Sequence[tuple
 
 
 def _escaped(text: str) -> str:
-    """Return a text that Markdown shows as it is."""
+    """Return a text, escaped so that Markdown shows it unchanged."""
     return MARKS.sub(r"\\\1", html.escape(one_line(text), quote=False))
 
 
@@ -253,5 +253,5 @@ def _code(text: str) -> str:
 
 
 def _python(text: str) -> str:
-    """Return a text as a literal of Python that cannot end its block of code."""
+    """Return a text as a Python string literal that cannot close the Markdown code block around it."""
     return repr(one_line(text)).replace("```", "` ` `")

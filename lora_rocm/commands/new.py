@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lora_rocm.commands.output import Failure, Notify, unheard
 from lora_rocm.errors import ModelError, UserError
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.files import file_exists, require_place, write_new
 from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.foundation.undecodable_names import NOT_TEXT, fix_of_name
@@ -57,7 +57,7 @@ class NewRequest:
 
     Attributes:
         path: the new recipe, or None for ``my-<name>.yaml`` in the current folder.
-        source: name of the shipped recipe, or None for the usual one of the model.
+        source: name of the shipped recipe, or None for the model's usual recipe.
         images: folder of images, or None.
         texts: table or folder of texts, or None.
         model: file, folder or hub id of the base model, or None for the recipe's.
@@ -115,7 +115,7 @@ class NewResult:
         recipe: the written recipe.
         source: name of the shipped recipe that was copied.
         values: the values that were filled in, with reasons, in the order of the lines.
-        open_lines: lines that are left to change.
+        open_lines: lines that the user still has to change.
         notices: notices about data and machine.
         next: command that checks the recipe.
         error: why the recipe cannot be trained on this GPU, or null if it can or is not known.
@@ -130,13 +130,13 @@ class NewResult:
     error: Failure | None = None
 
 
-def recipes(registry: FamilyRegistry = PRODUCT) -> RecipesResult:
+def recipes(registry: FamilyRegistry = FAMILIES) -> RecipesResult:
     """Return the recipes that ship with the program."""
     found = (ListedRecipe(each.name, each.family, each.purpose, each.path) for each in shipped(registry))
     return RecipesResult(tuple(found))
 
 
-def new(request: NewRequest, *, registry: FamilyRegistry = PRODUCT, notify: Notify = unheard) -> NewResult:
+def new(request: NewRequest, *, registry: FamilyRegistry = FAMILIES, notify: Notify = unheard) -> NewResult:
     """Copy a shipped recipe with its comments, and fill in values. Nothing is overwritten.
 
     Args:
@@ -145,12 +145,14 @@ def new(request: NewRequest, *, registry: FamilyRegistry = PRODUCT, notify: Noti
         notify: receives progress.
 
     Raises:
-        LoraRocmError: something that was given cannot be used. No file is written then.
+        LoraRocmError: a part of the request cannot be used. In this case no file is written.
     """
     # Check what was given
     if request.images is not None and request.texts is not None:
-        fix = "Give one of them."
-        raise UserError("samples-differ", "A recipe trains on images or on texts.", where="--images, --texts", fix=fix)
+        fix = "Give only one: a recipe trains on images or on texts."
+        raise UserError(
+            "samples-differ", "--images and --texts cannot be combined.", where="--images, --texts", fix=fix
+        )
     for option, given in (("--images", request.images), ("--texts", request.texts), ("--model", request.model)):
         if given is not None and (fix_of := fix_of_name(Path(given))) is not None:
             raise UserError("name-not-text", NOT_TEXT, where=option, fix=fix_of)
@@ -276,13 +278,13 @@ def require_new(path: Path) -> None:
     """Check that a recipe can be written at a path, before anything is computed.
 
     Raises:
-        UserError: it exists, has another suffix than YAML's, or cannot be a file.
+        UserError: the path exists, has a suffix other than YAML's, or cannot be a file.
     """
     if (fix := fix_of_name(path)) is not None:
         raise UserError("name-not-text", NOT_TEXT, where=ascii(str(path)), fix=fix)
     if path.suffix.lower() not in SUFFIXES:
         fix = f"End the name in {SUFFIXES[0]}."
-        raise UserError("recipe-suffix", "A recipe is a YAML file.", where=str(path), fix=fix)
+        raise UserError("recipe-suffix", "A recipe has to be a YAML file.", where=str(path), fix=fix)
     if os.path.lexists(path):
         raise file_exists(path)
     require_place(path, "the recipe")

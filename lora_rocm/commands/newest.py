@@ -1,4 +1,4 @@
-"""The run that a command takes if none is named: the newest one."""
+"""Chooses the newest run for a command if the user names none."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class Output:
     QUIET       text                                  nowhere
     ==========  ====================================  ===================
 
-    Errors go to standard error in every mode; in JSON mode they are also the document. So do details (``--verbose``).
+    Errors and details (``--verbose``) go to standard error in every mode. In JSON mode, an error is also the document.
 
     Args:
         mode: the output mode.
@@ -172,7 +172,7 @@ class Output:
 
     @contextmanager
     def details(self) -> Iterator[None]:
-        """Print what the modules of the light half log, if details are asked for (``--verbose``)."""
+        """Print the log messages of the modules without torch, if details are asked for (``--verbose``)."""
         if not self.verbose:
             yield
             return

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from lora_rocm.commands.output import Failure
 from lora_rocm.dataset.images.same_sizes import alike_squares
 from lora_rocm.errors import UserError
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.families.spec import Fp16
 from lora_rocm.foundation.units import count_text, size_text, time_text
 from lora_rocm.hardware.archs import arch_of
@@ -146,7 +146,7 @@ class PlanResult:
 
 
 def plan(
-    recipe_path: str, overrides: Sequence[str] = (), *, card: str | None = None, registry: FamilyRegistry = PRODUCT
+    recipe_path: str, overrides: Sequence[str] = (), *, card: str | None = None, registry: FamilyRegistry = FAMILIES
 ) -> PlanResult:
     """Estimate memory and time of each memory plan, and choose one as training would.
 

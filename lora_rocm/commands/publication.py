@@ -27,7 +27,7 @@ from lora_rocm.rundir.made_from import newest_lora, stale_exports
 from lora_rocm.rundir.results import LORA_FORMS, is_whole, wrong_exports
 from lora_rocm.rundir.run_view import RunView
 from lora_rocm.rundir.whole_files import fault_of_lora, remedy
-from lora_rocm.supervisor.resume import holds_run
+from lora_rocm.supervisor.choose_run_dir import holds_run
 from lora_rocm.supervisor.run_recipe import recipe_of_run
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -46,7 +46,7 @@ class LoraFile:
     Attributes:
         path: the file, or the folder with config and weights.
         name: its place in the repository, with slashes; empty for the root.
-        readers: program -> what it does with the file, as in ``inspect``.
+        readers: the use of the file by each program, as in ``inspect``.
         kind: kind of adapter.
         rank: highest rank, or 0.
     """
@@ -257,7 +257,7 @@ def _made(path: Path) -> Path:
 def write_previews(found: Publication, folder: Path) -> list[tuple[str, str]]:
     """Copy the newest previews of the run. Return (place in the repository, prompt) of each.
 
-    They are drawn again from their pixels, so that nothing else is in the files.
+    Each image is re-encoded from its pixels, so that the copy has no metadata.
 
     Raises:
         StorageError: a copy cannot be written.

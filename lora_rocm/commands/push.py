@@ -14,7 +14,7 @@ from lora_rocm.commands.model_card import CardFacts, card_text, is_identifier
 from lora_rocm.commands.output import Notify, unheard
 from lora_rocm.commands.publication import is_hub_id, publication_of, write_files, write_previews
 from lora_rocm.errors import UserError
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.files import is_folder, new_folder, temporary_folder, write_atomic
 from lora_rocm.foundation.redact import Private, private_of
 from lora_rocm.foundation.units import count_text, size_text
@@ -61,8 +61,8 @@ class PushResult:
         is_private: whether the new repository is private, or null for an existing one or a dry run.
         folder: the written folder, or null if it was temporary.
         files: its files.
-        base_model: hub id of the base model in the card, or null if it is not known.
-        license: license in the card, or null if there is none.
+        base_model: hub id of the base model in the model card, or null if it is not known.
+        license: license in the model card, or null if there is none.
     """
 
     repo: str
@@ -79,7 +79,7 @@ def push(
     repo: str,
     options: PushOptions,
     *,
-    registry: FamilyRegistry = PRODUCT,
+    registry: FamilyRegistry = FAMILIES,
     notify: Notify = unheard,
 ) -> PushResult:
     """Write the folder of a repository, and upload it.
@@ -92,7 +92,8 @@ def push(
         notify: receives notices.
 
     Raises:
-        UserError: an option is wrong, there is nothing to publish, or the hub refuses it for a reason of the user.
+        UserError: an option is wrong, there is nothing to publish, or the hub refuses the upload for a reason that the
+            user can fix.
         AdapterError: a file is damaged.
         MachineError: the network or the hub fails, or the folder cannot be written.
     """
@@ -142,10 +143,10 @@ def push(
 def _check(repo: str, options: PushOptions) -> None:
     require_repo_name(repo)
     if options.dry_run and options.output is None:
-        raise UserError("push-output", "A dry run needs a folder to write.", where="--dry-run", fix="Add --output DIR.")
+        raise UserError("push-output", "A dry run needs an output folder.", where="--dry-run", fix="Add --output DIR.")
     if options.update and options.public:
         what = "--public is for a new repository: --update does not change who may see the repository."
-        raise UserError("push-update", what, where="--public --update", fix="Omit --public, or change it on the hub.")
+        raise UserError("push-update", what, where="--public --update", fix="Omit --public, or change this on the hub.")
     if (output := options.output) is not None and os.path.lexists(output):
         if not is_folder(output) or any(output.iterdir()):
             what = "This folder is not empty, or it is a file."

@@ -33,14 +33,14 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 SIDE_STEP = 64
 """Resolutions to choose from are multiples of this, which every family can use."""
 REACHED = 0.75
-"""Share of the images that have at least the pixels of the resolution."""
+"""Share of the images that must have at least as many pixels as the chosen resolution."""
 FEWEST_EPOCHS, MOST_EPOCHS = 5, 200
 FEWEST_TEXT_STEPS, MOST_TEXT_EPOCHS = 100, 10
 TIMES_PER_RUN = 4
 """Number of previews and saved files of a run that is shorter than the recipe expects."""
 WARMUP_SHARE = 10
 CLOSE = 1.03
-"""A larger batch has to be faster by more than this factor."""
+"""Factor by which a larger batch must be faster to be chosen."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def fill_images(draft: RecipeDraft, images: str) -> tuple[int, ...]:
         target = f"{count_text(seen, 'sample')} in a run, as in the recipe"
         limit = {
             FEWEST_EPOCHS: "the fewest for so many images",
-            MOST_EPOCHS: "the most: few images are learned by heart",
+            MOST_EPOCHS: "the most: few images are memorised",
         }
         draft.set("train", "epochs", epochs, limit.get(epochs, target), instead_of="max_train_steps")
     return tuple(plan.buckets.values())
@@ -274,7 +274,10 @@ def _fill_captions(draft: RecipeDraft, layout: CaptionLayout) -> None:
 
 
 def _side_of(recipe: Recipe, samples: Sequence[Sample]) -> tuple[int, str]:
-    """Return the resolution for images, and the reason. It is at most the recipe's, which is the family's usual one."""
+    """Return the resolution for images, and the reason.
+
+    It is at most the recipe's own resolution, which is usual for the family.
+    """
     usual = max(source.resolution for source in recipe.data.resolved_sources())
     areas = [sample.width * sample.height for sample in samples]
     step = math.lcm(recipe.data.bucket_step, SIDE_STEP)
@@ -425,7 +428,10 @@ def fill_gpu(draft: RecipeDraft, card: str | None, buckets: Sequence[int], notif
 
 
 def _padding(buckets: Sequence[int], size: int) -> float:
-    """Return computed rows per sample, if micro-batches of a bucket have ``size`` rows. The last one is filled up."""
+    """Return the number of computed rows per sample if micro-batches have ``size`` rows.
+
+    The last micro-batch of each bucket is padded.
+    """
     return sum(math.ceil(count / size) * size for count in buckets) / sum(buckets) if buckets else 1.0
 
 

@@ -57,7 +57,7 @@ def delete_run(run_dir: RunDir) -> None:
 
     Raises:
         ResumeError: run-dir-in-use: the run is running.
-        StorageError: a file cannot be deleted. What is deleted by then stays deleted.
+        StorageError: a file cannot be deleted. Files that were deleted before it are gone.
     """
     with _not_running(run_dir):
         # first under another name, so that a run that is deleted in part is never taken for a whole one

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_rocm.errors import UserError
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.recipe.standard_input import STANDARD_INPUT
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor.resume import owner_of
+from lora_rocm.supervisor.choose_run_dir import owner_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class RunRequest:
     accept_changes: bool = False
     supervised: bool = True
     gpus: int | None = None
-    registry: FamilyRegistry = PRODUCT
+    registry: FamilyRegistry = FAMILIES
     worker: str | None = None
 
     @classmethod

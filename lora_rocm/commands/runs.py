@@ -103,13 +103,14 @@ def runs(folder: Path, wanted: RunFilter | None = None) -> RunsResult:
     if wanted.last is not None and not wanted.states:
         chosen = sorted(chosen, key=written_s)[-wanted.last :]
     # read their events
-    found = [_run(run_dir, families[run_dir]) for run_dir in chosen]
+    found = [listed_run(run_dir, families[run_dir]) for run_dir in chosen]
     found = [run for run in found if not wanted.states or run.state in wanted.states]
     found.sort(key=lambda run: run.last_event_s or 0.0)
     return RunsResult(tuple(found[-wanted.last :] if wanted.last is not None else found))
 
 
-def _run(run_dir: RunDir, family: str | None) -> ListedRun:
+def listed_run(run_dir: RunDir, family: str | None) -> ListedRun:
+    """Return one run as in the list. ``family``: the model family of its recipe, or None."""
     path, num_bytes = run_dir.path, disk_bytes(run_dir.path)
     try:
         view = RunView.of(run_dir, last_steps=LAST_STEPS)

@@ -11,7 +11,7 @@ from typing import Any
 from lora_rocm.commands.output import Notify, unheard
 from lora_rocm.dataset.images.preview_images import faults
 from lora_rocm.errors import AdapterError, MachineError, UserError
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.files import followed, require_place
 from lora_rocm.foundation.units import number_text
 from lora_rocm.model_files.peft_folder import peft_folders
@@ -29,7 +29,7 @@ from lora_rocm.rundir.event_types import DrawnEvent, Event, ExportEvent, NoticeE
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.made_from import Made, record_export, stale_exports
 from lora_rocm.rundir.remains import discard_abandoned
-from lora_rocm.supervisor.resume import holds_run, open_recipe
+from lora_rocm.supervisor.choose_run_dir import holds_run, open_recipe
 
 FOLDER_FORMS = ("peft", MERGED)
 GGUF_SUFFIX, SAFETENSORS_SUFFIXES = ".gguf", (".safetensors", ".sft")
@@ -95,7 +95,7 @@ def sample(
     base: str | None,
     config: Path | None,
     family: str | None = None,
-    registry: FamilyRegistry = PRODUCT,
+    registry: FamilyRegistry = FAMILIES,
     notify: Notify = unheard,
     **options: Any,
 ) -> SampleResult:
@@ -220,7 +220,7 @@ def export(
     dtype: str | None,
     converter: Path | None = None,
     step: int | None = None,
-    registry: FamilyRegistry = PRODUCT,
+    registry: FamilyRegistry = FAMILIES,
     notify: Notify = unheard,
 ) -> ExportResult:
     """Write the LoRA of a run in another format.
@@ -315,7 +315,7 @@ def _converter(asked: Path | None) -> Path:
         raise UserError(
             "gguf-converter-missing",
             f"llama.cpp's {SCRIPT}, which writes GGUF adapters, is not "
-            + ("here." if found is not None else f"named by --converter or {LLAMA_CPP}, nor in PATH."),
+            + ("at this path." if found is not None else f"named by --converter or {LLAMA_CPP}, nor in PATH."),
             where=str(found or "--format gguf"),
             fix="git clone https://github.com/ggml-org/llama.cpp, then give its folder: --converter llama.cpp.",
         )

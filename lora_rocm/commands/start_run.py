@@ -47,8 +47,8 @@ from lora_rocm.rundir.recipe_file import withdraw
 from lora_rocm.rundir.results import final_files, named_paths
 from lora_rocm.supervisor import lock, multi_gpu, selftest_runner, supervisor, tuning_runner
 from lora_rocm.supervisor import worker_process as worker_process
+from lora_rocm.supervisor.choose_run_dir import LATEST, Chosen, choose, holds_run, settle
 from lora_rocm.supervisor.restart_policy import attempt_of
-from lora_rocm.supervisor.resume import LATEST, Chosen, choose, holds_run, settle
 from lora_rocm.supervisor.telemetry import Telemetry
 from lora_rocm.supervisor.trackers import Trackers, require_trackers
 from lora_rocm.telemetry.cards import cards_of

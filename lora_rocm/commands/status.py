@@ -11,7 +11,7 @@ from typing import Any
 from lora_rocm.foundation.units import number_text, rate_text, time_text, times_text
 from lora_rocm.model_files.readers import readers_line
 from lora_rocm.recipe.saved_recipe import recipe_fault
-from lora_rocm.report.figures import Figures
+from lora_rocm.report.figures import progress_of
 from lora_rocm.rundir.event_types import AlarmEvent, ChangeEvent, ErrorEvent, ExportEvent, IncidentEvent, RestartEvent
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_view import RunView
@@ -79,30 +79,6 @@ class StatusDocument:
     files: list[Path]
     readers: dict[str, str]
     remarks: list[str]
-
-
-@dataclass(frozen=True)
-class RunProgress:
-    """Position and speed of a run. The fields are the ones of ``StatusDocument``."""
-
-    updates: int
-    max_train_steps: int | None
-    loss: float | None
-    rate_per_s: float | None
-    eta_s: float | None
-
-
-def progress_of(view: RunView) -> RunProgress:
-    """Return position and speed of a run."""
-    step_s = (view.seconds_per_step or 0.0) if view.is_running else 0.0
-    total = view.max_train_steps
-    return RunProgress(
-        updates=view.updates,
-        max_train_steps=total,
-        loss=Figures.of(view).loss.value,
-        rate_per_s=1 / step_s if step_s else None,
-        eta_s=step_s * (total - view.updates) if step_s and total else None,
-    )
 
 
 def status(run_dir: RunDir) -> StatusDocument:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lora_rocm.commands.output import Failure, Notify, unheard
 from lora_rocm.errors import MachineError, WorkerDiedError
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.hardware.software_stack import stack_of
 from lora_rocm.hardware.tuned_choice import Choice, Tuned, path_of, store, stored, table_of
 from lora_rocm.processes.jobs import TuneProductsJob
@@ -62,7 +62,7 @@ class TuneResult:
 def tune(
     recipe_path: str,
     overrides: Sequence[str] = (),
-    registry: FamilyRegistry = PRODUCT,
+    registry: FamilyRegistry = FAMILIES,
     module: str | None = None,
     notify: Notify = unheard,
 ) -> TuneResult:

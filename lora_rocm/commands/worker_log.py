@@ -45,7 +45,7 @@ def _follow(log: Path, position: int, show: Callable[[str], None], ended: thread
 
 
 def _read_from(log: Path, position: int) -> tuple[int, bytes]:
-    """Return the position after what a file has from ``position`` on, and that content."""
+    """Return the end position of a file, and the bytes between ``position`` and the end."""
     parts = []
     try:
         with log.open("rb") as file:

@@ -166,9 +166,10 @@ class SkippedFiles:
         return alone
 
     def remedy(self, otherwise: str) -> str:
-        """Return the remedy for a folder without usable files: correct the recipe's patterns if they skipped files.
+        """Return the remedy for a folder without usable files.
 
-        ``otherwise``: the remedy if no pattern skipped a file.
+        If patterns of the recipe skipped files, the remedy is to correct them. ``otherwise``: the remedy if no
+        pattern skipped a file.
         """
         keys = [self.key(name) for name, names in (("exclude", self.excluded), ("include", self.others)) if names]
         return f"Correct the patterns of {' and '.join(keys)}." if keys else otherwise

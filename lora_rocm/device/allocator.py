@@ -91,7 +91,9 @@ def device_budget(device: torch.device) -> int:
 
 
 def limit_now(device: torch.device, settings: Settings) -> int | None:
-    """Return the current limit of torch's allocator in bytes, by the plan and the GPU's free memory; None: no limit.
+    """Return the current limit of torch's allocator in bytes, or None if there is no limit.
+
+    It depends on the plan and on the GPU's free memory.
 
     Tensors may use the memory that torch has reserved and all free memory, except for two parts: the share that stays
     free, and the memory that libraries have yet to allocate. So the limit does not depend on how much torch has

@@ -40,9 +40,13 @@ ORDERS = {
     "sdpa-cudnn": (CUDNN, FLASH, EFFICIENT, MATH),
     "math": (MATH,),
 }
-"""Setting -> torch's backends in order of preference. Each handles the shapes that the earlier ones do not support."""
+"""Torch's backends for each setting, in order of preference. Each handles the shapes that the earlier ones do not
+support.
+"""
 ROUTES = {"math": MATH, "efficient": EFFICIENT, "flash": FLASH, "cudnn": CUDNN}
-"""Name of a backend of ``scaled_dot_product_attention`` -> torch's constant. The plainest backend comes first."""
+"""Torch's constants for the backends of ``scaled_dot_product_attention``, keyed by name. The plainest backend comes
+first.
+"""
 _held_out: set[str] = set()
 """Routes (keys of ``ROUTES``) that are disabled, because they gave wrong numbers in this process or in an earlier one.
 ``enable`` and ``hold_out`` set it.
@@ -117,7 +121,7 @@ def _ordered(backend: str) -> Iterator[None]:
 
 
 class _Instead(TorchFunctionMode):
-    """A context that computes attention without mask and dropout by ``attend``; torch computes all other calls."""
+    """A context in which ``attend`` computes attention. Calls with a mask or dropout are still computed by torch."""
 
     def __init__(self, attend: Attend) -> None:
         super().__init__()
@@ -245,4 +249,4 @@ OTHERS: dict[str, Callable[[], Attend]] = {
     "math-groups": grouped,
     "math-groups-float32": lambda: grouped(torch.float32),
 }
-"""Setting -> factory of the function that replaces torch's attention."""
+"""Factory of the function that replaces torch's attention, for each setting."""

@@ -1,4 +1,4 @@
-"""Applies the planned settings to torch, once at the start of a process that computes with torch."""
+"""Applies the planned settings to torch, once at the start of each process that computes with torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from threading import Thread
 import torch
 from torch.cuda import tunable
 
-from lora_rocm.device import attention, blas
+from lora_rocm.device import attention, hipblaslt
 from lora_rocm.device.allocator import LimitFollower, limit
 from lora_rocm.errors import MachineError
 from lora_rocm.hardware.settings import Settings
@@ -22,7 +22,7 @@ def apply(settings: Settings, device: torch.device, *, wakes_later: bool = False
     ``wakes_later``: do not read the GPU's free memory, which takes a second, because the caller will call ``wake``.
     """
     cudnn = torch.backends.cudnn
-    blas.obey(os.environ)
+    hipblaslt.prefer_rocblas_if_off(os.environ)
     cudnn.enabled = settings.miopen
     cudnn.allow_tf32 = False  # float32 means float32, above all for the VAE
     cudnn.benchmark = False  # exhaustive search takes minutes and crashes some GPUs (unsloth#11636)

@@ -22,8 +22,8 @@ _lock = threading.Lock()
 def constant(tensor: Tensor, name: str) -> Tensor:
     """Register a tensor that will not change from now on, in main memory or on a device, and return it.
 
-    A tensor without data is not registered. Neither is a tensor created during graph capture or compilation, because
-    its bytes cannot be read at that time. ``name``: reported to the user if the tensor's bytes change.
+    A tensor without data is not registered. A tensor created during graph capture or compilation is not registered
+    either, because its bytes cannot be read at that time. ``name``: reported to the user if the tensor's bytes change.
     """
     capturing = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
     if tensor.is_meta or capturing or torch.compiler.is_compiling():

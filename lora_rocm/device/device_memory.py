@@ -1,7 +1,7 @@
 """Reads the free memory of a GPU. No other module asks HIP or CUDA for it.
 
 HIP's number alone would let the run overfill the card (``hardware.card_memory``). If the driver has memory counters for
-the card, the smaller of the two values is used. NVIDIA's number is correct, and so is HIP's inside WSL; there are no
+the card, the smaller of the two values is used. NVIDIA's number and HIP's number inside WSL are correct; there are no
 counters in these two cases. On Windows HIP's number is too high, so Windows' counters are used like the Linux ones, as
 a ``CardMemory``.
 """

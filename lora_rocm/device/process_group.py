@@ -180,7 +180,7 @@ class World:
         Args:
             what: name of this exchange. All ranks must make the same exchanges in the same order.
             text: this rank's text.
-            limit_s: seconds to wait for the other ranks; None: as long as their processes run.
+            limit_s: seconds to wait for the other ranks, or None to wait as long as their processes run.
 
         Raises:
             RestartError: "rank-lost".
@@ -228,7 +228,7 @@ class World:
 
         Args:
             what: the subject in the error message: "recipe", "data", ...
-            facts: name -> value. The error shows differing values.
+            facts: the values, keyed by name. The error shows differing values.
 
         Raises:
             UserError: "ranks-differ", on every rank, if they differ.

@@ -94,7 +94,9 @@ def device_fault(error: BaseException) -> RestartError | None:
 
 
 def settle(limit_s: float = SETTLE_S) -> None:
-    """Wait for the GPU's pending work: on Windows, a process that exits before it is done hangs (pytorch#160759).
+    """Wait for the GPU's pending work.
+
+    On Windows, a process that exits before this work is done hangs (pytorch#160759).
 
     The wait ends after ``limit_s``, because a hung or lost GPU may never answer.
     """

@@ -25,7 +25,9 @@ CHUNK_BYTES = 4 * 2**20
 CACHED_WORDS = 1 << 17  # multiplied at once on the CPU: their products stay in its cache
 CHUNKS_AT_ONCE = 4  # of a weight being compared: 32 MiB of products
 GROUP_BYTES = {False: CHUNK_BYTES, True: CHUNKS_AT_ONCE * CHUNK_BYTES}
-"""Whether the tensors are on a GPU -> maximum bytes of tensors of one shape that are compared together."""
+"""Maximum number of bytes of tensors of one shape that are compared together. It is keyed by whether the tensors are
+on a GPU.
+"""
 HOST_THREADS = 8  # compute fingerprints on the host
 READS = 3  # attempts to read a tensor back from the device
 METHODS = ("pinned", "unpinned", "clone", "chunked")
@@ -192,7 +194,7 @@ class DeviceTransfer:
     Attributes:
         bad: float32 0-d on the device; 1 if anything sent since ``clear`` arrived changed, else 0. It is always the
             same tensor, so that a captured graph may read it.
-        checks, failures: tensors checked and checks failed since the start.
+        checks, failures: number of checked tensors and number of failed checks since the start.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ DEBIAN_CODENAMES = {"12": "bookworm", "13": "trixie", "14": "forky"}
 
 @dataclass(frozen=True)
 class Family:
-    """Lines to type on a family of Linux distributions. ``distributions``: their IDs from os-release."""
+    """Commands to type on a family of Linux distributions. ``distributions``: their IDs from os-release."""
 
     id: str
     distributions: tuple[str, ...]

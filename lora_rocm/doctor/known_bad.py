@@ -88,7 +88,7 @@ def _adrenalin(situation: Situation) -> str | None:
 def _kernel_of_unread_drm(situation: Situation) -> str | None:
     """Return the kernel version if it determines the version of amdgpu's interface, else None.
 
-    It does if the kernel log does not contain the interface version and no separate amdgpu module is loaded.
+    This is the case if the kernel log does not contain the interface version and no separate amdgpu module is loaded.
     """
     linux = situation.facts.linux
     own = linux is not None and linux.drm_version is None and linux.amdgpu_version is None
@@ -100,9 +100,9 @@ def _rocm(situation: Situation) -> str | None:
 
 
 def _rocm_of_unproven_attention(situation: Situation) -> str | None:
-    """Return the ROCm version, unless the attention library's own files show whether it works.
+    """Return the ROCm version, or None if the attention library's own files show whether attention works.
 
-    If they do, the result is None, because the files are better evidence than the version.
+    The files are better evidence than the version.
     """
     facts, gfx = situation.facts, situation.gpu.gfx if situation.gpu is not None else None
     proven = attention_fits(facts.torch, gfx) or attention_misfit(facts.torch, gfx) is not None

@@ -138,7 +138,7 @@ def _dedicated(situation: Situation, plan: EnvPlan) -> Finding | None:
 
 
 def _memory_seen(situation: Situation, plan: EnvPlan) -> Finding | None:
-    """Report that torch finds another amount of memory than the card has, according to the self-test."""
+    """Report that torch found a different amount of memory in the self-test than the card has."""
     results = situation.verdict.results if situation.verdict is not None else ()
     seen = next((result.detail for result in results if result.name == MEMORY_TOTAL and result.status == "passed"), "")
     return finding("memory-seen", situation, seen=seen) if seen else None

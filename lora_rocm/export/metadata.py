@@ -13,7 +13,7 @@ from typing import Any
 
 from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.families.base import ModelFamily
-from lora_rocm.families.common.objectives.flow import FlowObjective
+from lora_rocm.families.objectives.flow import FlowObjective
 from lora_rocm.recipe.schema import Recipe
 
 SPEC_VERSION = "1.0.1"
@@ -26,9 +26,10 @@ class RunFacts:
     steps: number of updates made.
     epochs: number of passes over the data, rounded down.
     num_images: images per epoch, including repeats.
-    tag_frequency: folder -> tag -> count.
-    buckets: "WxH" -> number of images.
-    dataset_dirs: folder -> {n_repeats, img_count}; for regularisation images also num_reg, their number per epoch.
+    tag_frequency: how often each tag occurs, keyed by folder and then by tag.
+    buckets: number of images, keyed by size as "WxH".
+    dataset_dirs: n_repeats and img_count of each folder; for regularisation images also num_reg, their number per
+        epoch.
     base_name: name of the base model.
     finished_at_s: Unix time if SOURCE_DATE_EPOCH sets it, else None, because result files contain no time of day.
     """

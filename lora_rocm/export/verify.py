@@ -21,10 +21,10 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from lora_rocm.adapters.adapter_files import loaded_entry
+from lora_rocm.adapters.adapter_to_entries import loaded_entry
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.entry import Entry, FileKind, Form, norm_of, rounded
-from lora_rocm.adapters.files.module_names import COMFYUI, KeyTable, canonical
+from lora_rocm.adapters.lora_files.key_table import COMFYUI, KeyTable, canonical
 from lora_rocm.adapters.trained_norms import B_NORM, W_NORM
 from lora_rocm.base_models.safetensors_file import DTYPES, read_tensors
 from lora_rocm.errors import ExportError, ModelError
@@ -100,7 +100,7 @@ def _load_back(file_format: Form, path: Path, family: ModelFamily, adapter: Adap
                 )
             loaded[component] = peft_model.get_base_model()
     else:
-        loaded = family.files.load_in_diffusers(path, adapter.components)
+        loaded = family.lora_file_names.load_in_diffusers(path, adapter.components)
     return {
         canonical(component, module): loaded_entry(type(adapter), layer)
         for component, root in loaded.items()

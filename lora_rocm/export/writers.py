@@ -1,8 +1,8 @@
 """Writes an adapter in the formats of other programs: kohya's file for many, files for a single program, PEFT folders.
 
 Sources of the formats: kohya-ss/sd-scripts ``networks/lora.py``, diffusers ``loaders/lora_base.py``, PEFT's adapter
-folders. Magnitudes and alphas are always float32. They are few, and a DoRA magnitude rounded to 8 bits would change the
-whole base weight.
+folders. Keys have the names of ``families.lora_file_names``. Magnitudes and alphas are always float32. They are few,
+and a DoRA magnitude rounded to 8 bits would change the whole base weight.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.entry import Entry, Form
-from lora_rocm.adapters.files.lora_reader import DIFFUSERS_METADATA, DORA_NORM, PEFT_PREFIX
-from lora_rocm.adapters.files.module_names import COMFYUI, SD_SCRIPTS, TEXT_LEVEL
 from lora_rocm.adapters.kinds.lora_entry import LoraEntry, with_one_alpha
+from lora_rocm.adapters.lora_files.key_table import COMFYUI, SD_SCRIPTS, TEXT_LEVEL
+from lora_rocm.adapters.lora_files.lora_reader import DIFFUSERS_METADATA, DORA_NORM, PEFT_PREFIX
 from lora_rocm.adapters.new_tokens import NAME, TOKEN_FIELD
 from lora_rocm.base_models.hub import resembles_id
 from lora_rocm.device.precision import FLOATS
@@ -131,11 +131,12 @@ def kohya_tensors(
         raise AdapterError(
             "export-form",
             f"Some modules cannot be written in the {file_format} format: {error}.",
-            fix="Set lora.targets to all layers of these weights, or remove the format from output.formats.",
+            fix="Set lora.targets so that it includes every layer stored in the same weight (for example query, key "
+            "and value), or remove the format from output.formats.",
         ) from error
-    how = "kohya" if file_format == SD_SCRIPTS else family.files.form
+    how = "kohya" if file_format == SD_SCRIPTS else family.lora_file_names.form
     one_alpha = file_format == "kohya" or (
-        file_format == SD_SCRIPTS and family.files.form == "kohya"
+        file_format == SD_SCRIPTS and family.lora_file_names.form == "kohya"
     )  # then these are one file
     norms = {name: tensor.to(dtype) for name, tensor in adapter.norm_tensors().items()}
     return norms | {
@@ -168,7 +169,7 @@ def _diffusers(
         configs |= {f"{component}.{key}": value for key, value in adapter.peft_config(component).items()}
     metadata = _metadata(tensors, family, adapter, recipe, facts)
     metadata["format"] = "pt"
-    if family.files.form != "folded":  # else a config would have the scale a second time
+    if family.lora_file_names.form != "folded":  # else a config would have the scale a second time
         metadata[DIFFUSERS_METADATA] = json.dumps(configs, indent=2, sort_keys=True)
     yield path, TensorFile(tensors, metadata)
 
@@ -183,7 +184,7 @@ def _peft(
     for component in adapter.components:
         level, config = _text_level(adapter, component), adapter.peft_config(component)
         entries = {n: entry for n, entry in adapter.entries().items() if adapter.modules[n][0] == component}
-        if family.files.form == "folded":
+        if family.lora_file_names.form == "folded":
             config, entries = _without_patterns(config, entries)
         tensors = {
             f"{PEFT_PREFIX}{level}{name.removeprefix(component + '.')}.{ending}": tensor
@@ -221,7 +222,7 @@ def _diffusers_tensors(
 
     ``endings``: replacements for the endings of tensor names.
     """
-    folds = adapter.family.files.form == "folded"
+    folds = adapter.family.lora_file_names.form == "folded"
     return {
         f"{name.removeprefix(component + '.')}.{endings.get(ending, ending)}": tensor
         for name, entry in adapter.entries().items()

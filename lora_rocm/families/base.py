@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from lora_rocm.dataset.captions.caption_length import TokenLimit
 from lora_rocm.dataset.entry_spec import EntrySpec
 from lora_rocm.dataset.shape import SampleShape
-from lora_rocm.families.common.objectives.base import Objective, Prediction
-from lora_rocm.families.lora_names import FileNames
+from lora_rocm.families.lora_file_names import LoraFileNames
+from lora_rocm.families.objectives.base import Objective, Prediction
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -409,7 +409,7 @@ class ModelFamily(HasBase, EncodesSamples, LoadsModels, PlansMemory, Previewer, 
     def __init__(self, recipe: Recipe) -> None: ...
 
     @property
-    def files(self) -> FileNames: ...
+    def lora_file_names(self) -> LoraFileNames: ...
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""The registry of model families. The program uses ``PRODUCT``; tests may build their own registry."""
+"""The registry of model families. The program uses ``FAMILIES``; tests may build their own registry."""
 
 from __future__ import annotations
 
@@ -83,5 +83,5 @@ class FamilyRegistry:
         )
 
 
-PRODUCT = FamilyRegistry([SDXL, SPEC_SD15, SPEC_SD2, Z_IMAGE, FLUX, ANIMA, CAUSAL_LM])
+FAMILIES = FamilyRegistry([SDXL, SPEC_SD15, SPEC_SD2, Z_IMAGE, FLUX, ANIMA, CAUSAL_LM])
 """The families of this program."""

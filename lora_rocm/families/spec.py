@@ -102,7 +102,7 @@ class Axis:
     """One axis of a sample's shape. Lengths are measured in ``unit``.
 
     Attributes:
-        name: name of the axis in ``dataset.shape.Shape``.
+        name: name of the axis in ``dataset.shape.SampleShape``.
         unit: "px", "frames" or "tokens".
         multiple: valid lengths are ``first`` plus a multiple of this number.
         first: 1 if the first frame is encoded alone, else 0.
@@ -156,7 +156,7 @@ class Axes:
 
     @property
     def multiple_px(self) -> int:
-        """The number of pixels that every side of an image is a multiple of, or 1 if the family reads no images."""
+        """Every side of an image is a multiple of this number of pixels. It is 1 if the family reads no images."""
         return math.lcm(*(axis.multiple for axis in self.axes if axis.unit == "px"))
 
     def tokens(self, lengths: Sequence[int]) -> int:

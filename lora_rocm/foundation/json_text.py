@@ -45,8 +45,8 @@ def parse_json(text: str | bytes, *, repeated_keys: bool = False) -> Any:
 
     Raises:
         BadJson: the text cannot be read. This includes valid JSON that is nested too deeply, has an overlong number, or
-            repeats a key. For these Python's parser raises RecursionError or a bare ValueError, or keeps the last
-            value.
+            repeats a key. In these cases Python's own parser raises RecursionError or a bare ValueError, or keeps the
+            last value.
     """
     hook: Callable[[Pairs], dict[str, Any]] | None = None if repeated_keys else _without_repeated_keys
     try:

@@ -27,7 +27,7 @@ def require_packages() -> None:
 
 
 def versions_of(names: Iterable[str]) -> dict[str, str]:
-    """Return name -> version of those packages that are installed."""
+    """Return the versions of those packages that are installed, keyed by name."""
     found = {}
     for name in names:
         with suppress(PackageNotFoundError):

@@ -27,7 +27,7 @@ FOREIGN = {
     b"<!DOCTYP": "a web page",
     b"<!doctyp": "a web page",
 }
-"""First bytes of a file (at most eight) -> description of a file that is not a safetensors file."""
+"""Descriptions of files that are not safetensors files, keyed by their first bytes (at most eight)."""
 DTYPE_BYTES = {
     **dict.fromkeys(("F64", "I64"), 8),
     **dict.fromkeys(("F32", "I32"), 4),
@@ -125,7 +125,7 @@ def _entry(value: dict[str, Any], data_start: int) -> TensorEntry:
     begin, end = value["data_offsets"]
     shape = value["shape"]
     if len(shape) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 2**63 for n in (begin, end, *shape)):
-        raise ValueError("sizes are whole numbers, and few")
+        raise ValueError("there are too many sizes, or one is not a whole number")
     if not isinstance(value["dtype"], str):
-        raise TypeError("a number format is a name")
+        raise TypeError("the number format is not a name")
     return TensorEntry(value["dtype"], tuple(shape), data_start + begin, data_start + end)

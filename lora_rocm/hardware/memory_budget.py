@@ -24,7 +24,7 @@ Source: unsloth's worker.py (Strix Halo).
 DISPLAY_SHARE, DISPLAY_MIN_BYTES, DISPLAY_MAX_BYTES = 0.05, GIB // 2, GIB
 """Estimated memory of the desktop on a GPU with dedicated memory, used where it cannot be measured."""
 HEADLESS_BYTES = 256 * MIB
-"""Memory in use below which a card is taken as one without a desktop."""
+"""A GPU counts as one without a desktop if less memory than this is in use."""
 PAGE_BYTES = 4096
 OF_CARD, HELD, LIBRARIES, KEPT_FREE = "memory of the card", "held by other programs", "for libraries", "kept free"
 DESKTOP = "kept for the desktop"
@@ -37,8 +37,8 @@ class Reserves:
     Attributes:
         libraries_mib: memory that libraries use outside of torch's allocator during a run.
         kept_free_mib: memory kept free on Linux, because a nearly full card faults.
-        headless_mib: memory kept free on a card without a desktop. Less is enough, as other programs' use does not
-            change.
+        headless_mib: memory kept free on a card without a desktop. A smaller reserve is enough, because the memory use
+            of other programs does not change.
     """
 
     libraries_mib: int

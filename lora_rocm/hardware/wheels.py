@@ -33,7 +33,7 @@ class Index:
     """A package index that has torch.
 
     url: address of the index, or None for pip's default index.
-    torch: requirement to install. ``{gfx}`` is replaced by the extra of an architecture.
+    torch: requirement to install. ``{gfx}`` is replaced by the name of the architecture's extra.
     """
 
     id: str
@@ -341,7 +341,7 @@ def mismatch(torch: Torch, choice: WheelChoice) -> str | None:
 
 
 def lacking_packages(release: str, gfx: str, installed: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the packages with kernels for an architecture that are missing or do not match AMD's multi-arch torch.
+    """Return the kernel packages for an architecture that are missing, or do not match AMD's multi-arch torch.
 
     Each text has the required and the installed version.
 

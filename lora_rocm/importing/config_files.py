@@ -1,4 +1,4 @@
-"""Opens another trainer's files: the ones that the user gives, and the ones that they name. Their size is bounded."""
+"""Opens another trainer's files: those that the user names, and those that these files name. Their size is limited."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ class ConfigFile:
         return named(self.path)
 
     def settings(self) -> FileContent:
-        """The settings of a TOML, JSON or YAML file, by its suffix; of another file by its first character."""
+        """Return the settings of the file, which is in TOML, JSON or YAML.
+
+        The format is determined by the suffix or, for other suffixes, by the first character.
+        """
         read = SUFFIXES.get(self.path.suffix.lower())
         if read is None:
             begin = self.text.lstrip()[:1]
@@ -61,17 +64,17 @@ class ConfigFiles:
         return cls(tuple(map(_read, paths)))
 
     def named_by(self, setting: Setting, *, changes_weights: bool = True) -> ConfigFile | None:
-        """The file that a setting names; None with an entry in ``unread`` if it cannot be read.
+        """Return the file that a setting names. If it cannot be read, return None and add an entry to ``unread``.
 
-        A relative path is looked up next to the file of the setting, next to the main file, then here.
-        ``changes_weights``: whether the file may change the result.
+        A relative path is searched in the folder of the setting's file, in the folder of the main file, and in the
+        current folder. ``changes_weights``: whether the file may change the trained weights.
         """
         self._opened += 1
         place = self._place(setting) if self._opened <= MAX_FILES else None
         if self._opened > MAX_FILES:
             why = f"{setting.key} names one file too many"
         elif place is None:
-            why = f"{setting.key} names {setting.shown}, which is not here"
+            why = f"{setting.key} names {setting.shown}, which was not found"
         else:
             try:
                 return _read(place)
@@ -81,7 +84,7 @@ class ConfigFiles:
         return None
 
     def _place(self, setting: Setting) -> Path | None:
-        """The first place where the file of a setting is; None if it is nowhere."""
+        """Return the first existing path for the file that a setting names, or None if there is none."""
         text = path_text(setting.value)
         beside = [Path(setting.file).parent, self.given[0].path.parent, Path()]
         name = re.split(r"[\\/]", str(setting.value))[-1]  # of a folder that was copied elsewhere
@@ -97,7 +100,7 @@ def _read(path: Path) -> ConfigFile:
     """Read one file.
 
     Raises:
-        UserError: it is missing, too large, or not text.
+        UserError: the file is missing, too large, or not text.
     """
     try:
         content = read_plain(path, MAX_BYTES)

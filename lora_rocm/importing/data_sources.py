@@ -1,4 +1,4 @@
-"""Writes the folders of another trainer's data as ``data`` or as entries of ``data.sources``."""
+"""Writes the folders of another trainer's data to ``data``, or as entries to ``data.sources``."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from lora_rocm.recipe.schema import DataSection
 from lora_rocm.recipe.source_sections import DataSource
 
 Source = Mapping[str, RecipeValue]
-"""Keys of an entry of ``data.sources`` -> values."""
+"""Maps the keys of an entry of ``data.sources`` to their values."""
 
 
 def take_sources(t: Translator, sources: Sequence[Source]) -> None:
-    """Write the sources: keys with equal values in all of them go to ``data``, and a single folder is ``data.path``.
+    """Write the sources to the recipe.
 
-    A key that a source lacks has lora-rocm's default there.
+    A key with the same value in all sources is written to ``data``. A single folder becomes ``data.path``. If a
+    source lacks a key, lora-rocm's default applies to it.
     """
     keys = dict.fromkeys(key for source in sources for key in source)
     shared = [
@@ -43,7 +44,10 @@ def take_sources(t: Translator, sources: Sequence[Source]) -> None:
 
 
 def side_of(value: Value) -> int | None:
-    """The side of the square with the area of a resolution: 1024, "1024x768" or [1024, 768]; None if it is none."""
+    """Return the side of the square that has the area of a resolution, or None if the value is not a resolution.
+
+    A resolution is a value such as 1024, "1024x768" or [1024, 768].
+    """
     parts = value if isinstance(value, list) else re.split(r"[,x]", str(value).lower())
     sides = [number(each) for each in parts]
     if not sides or len(sides) > 2 or any(side is None or side < 1 for side in sides):
@@ -52,7 +56,7 @@ def side_of(value: Value) -> int | None:
 
 
 def ratio_of(value: Value) -> float | None:
-    """Width over height: 1.5 or [768, 512]; None if it is anything else."""
+    """Return the ratio of width to height for a value such as 1.5 or [768, 512]; None for any other value."""
     sides = [number(each) for each in value] if isinstance(value, list) else [number(value), 1.0]
     if len(sides) != 2 or any(side is None or side <= 0 for side in sides):
         return None

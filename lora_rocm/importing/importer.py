@@ -1,4 +1,4 @@
-"""The way from another trainer's files to a recipe that lora-rocm accepts, with the outcome of every setting."""
+"""Translates another trainer's files into a recipe that lora-rocm accepts, and reports the outcome of every setting."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLACEHOLDER = "FILL-THIS-IN"
 IDLE = re.compile(
     r"\bhas no effect\b|\bis not read (?:with|by)\b|\bdoes nothing without\b|averages in place of a schedule"
 )
-"""lora-rocm refuses a key with these words if it changes nothing with the other keys."""
+"""Matches messages in which lora-rocm refuses a key because it has no effect with the other keys."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class ImportedRecipe:
 
     Attributes:
         trainer: name of the other trainer.
-        version: of its source that the table was made from.
+        version: version of the other trainer's source on which the table is based.
         text: the recipe as YAML; it passes ``check --schema-only``.
-        outcomes: of every setting, in the order of the files.
+        outcomes: outcome of each setting, in the order of the files.
         unread: parts of the files that could not be read.
         notices: sentences for the user, about the recipe.
     """
@@ -55,7 +55,7 @@ class ImportedRecipe:
 
     @property
     def loses_something(self) -> bool:
-        """Whether something was lost that changes the trained weights, or may do so because it could not be read."""
+        """Whether a lost setting changes the trained weights, or an unreadable part may change them."""
         lost = (row.changes_weights for row in self.outcomes if row.outcome == "unsupported")
         return any(lost) or any(part.changes_weights for part in self.unread)
 
@@ -64,7 +64,7 @@ def import_files(paths: Sequence[Path], options: Sequence[str] = ()) -> Imported
     """Translate the files of another trainer.
 
     Args:
-        paths: the main file first.
+        paths: paths of the files, the main file first.
         options: further options of the other trainer's command line.
 
     Raises:
@@ -110,7 +110,7 @@ def translated(paths: Sequence[Path], options: Sequence[str] = ()) -> Translator
         names = ", ".join(table_of(each).name for each in MODULES)
         fix = f"Give the main configuration of one of these: {names}. For a recipe of lora-rocm: lora-rocm check FILE."
         raise UserError(
-            "import-unknown", "This is not a configuration of a trainer known here.", where=main.file, fix=fix
+            "import-unknown", "This is not a configuration of a supported trainer.", where=main.file, fix=fix
         )
     trainer, table = trainer_of(known), table_of(known)
     content = trainer.read(files, [f"--{option}" for option in options])
@@ -122,27 +122,27 @@ def translated(paths: Sequence[Path], options: Sequence[str] = ()) -> Translator
 
 
 def _fill_in(translator: Translator) -> list[str]:
-    """Write placeholders for what every recipe needs; returns a sentence for each."""
+    """Write placeholders for values that every recipe needs. Return a sentence about each placeholder."""
     values, found = translator.values, []
     if "model.name_or_path" not in values:
-        translator.take("model.name_or_path", PLACEHOLDER, note="name the base model here")
+        translator.take("model.name_or_path", PLACEHOLDER, note="write the base model's name or path")
         found.append(f"The configuration names no base model: replace {PLACEHOLDER} in model.name_or_path.")
     if not any(key in ("data.path", "data.dataset") or key.startswith("data.sources[") for key in values):
         is_text = "model.family" in values and values["model.family"].value == "causal-lm"
         key, what = ("data.sources[0].dataset", "table") if is_text else ("data.path", "folder of the data")
-        translator.take(key, PLACEHOLDER, note=f"name the {what} here")
+        translator.take(key, PLACEHOLDER, note=f"write the name of the {what}")
         found.append(f"The configuration names no data: replace {PLACEHOLDER} in {key}.")
     if "train.epochs" not in values and "train.max_train_steps" not in values:
-        translator.take("train.epochs", 1, note="set the length of the run here")
+        translator.take("train.epochs", 1, note="choose the length of the run")
         found.append("The configuration does not set the length of the run: set train.epochs.")
     return found
 
 
 def _accepted(translator: Translator) -> tuple[str, ...]:
-    """Remove the keys that lora-rocm refuses, until it accepts the rest; returns its notices about the recipe.
+    """Remove keys that lora-rocm refuses, until it accepts the recipe. Return lora-rocm's notices about the recipe.
 
     Raises:
-        UserError: without these keys the recipe has other problems.
+        UserError: the recipe has problems that do not concern a removable key.
     """
     while True:
         text = recipe_text(translator.values)
@@ -167,14 +167,17 @@ def _accepted(translator: Translator) -> tuple[str, ...]:
 
 
 def _key_of(named: str, values: Mapping[str, RecipeValue]) -> str:
-    """The given key that a problem is about: the key itself or one above it; empty if there is none."""
+    """Return the key in ``values`` that a problem is about: the named key or one above it; empty if there is none."""
     own = named.removesuffix(":")
     above = [own[: found.start()] for found in re.finditer(r"[.\[]", own)]
     return next((key for key in [own, *above[::-1]] if "." in key and _holds(key, values)), "")
 
 
 def _key_named(text: str, values: Mapping[str, RecipeValue]) -> str:
-    """The first given key in the words of a problem about a whole section; empty if there is none."""
+    """Return the first key in ``values`` that the text of a problem names; empty if there is none.
+
+    Used for problems about a whole section.
+    """
     return next((key for key in KEY.findall(text) if _holds(key, values)), "")
 
 

@@ -1,4 +1,4 @@
-"""Conversions that the trainers of language models share: the arguments of transformers' trainer and of PEFT."""
+"""Conversions shared by trainers of language models: arguments of transformers' trainer and of PEFT."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from lora_rocm.importing.value_maps import (
 
 FAMILY = "causal-lm"
 LORA_FILE = "adapter_model.safetensors"
-"""The file of a LoRA in PEFT's folder."""
+"""Name of the LoRA file in a PEFT folder."""
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The names that Unsloth adapts by default, and most others by choice."""
+"""Names of the modules that Unsloth adapts by default, and that most other trainers offer as a choice."""
 OUTSIDE = ("embed_tokens", "lm_head", "embed_in", "embed_out", "wte", "tok_embeddings")
-"""Modules outside the blocks, which PEFT can adapt too."""
+"""Names of modules outside the blocks that PEFT can adapt, too."""
 OPTIMIZERS: Mapping[str, tuple[str, str]] = {
     "adamw_hf": ("adamw", ""), "adamw_torch": ("adamw", ""), "adamw_torch_fused": ("adamw", ""),
     "adamw_apex_fused": ("adamw", ""), "adamw_torch_xla": ("adamw", ""), "adamw_torch_npu_fused": ("adamw", ""),
@@ -42,9 +42,12 @@ OPTIMIZERS: Mapping[str, tuple[str, str]] = {
     "lion_32bit": ("lion", ""), "paged_lion_32bit": ("lion", "its state is never moved to main memory"),
     "schedule_free_adamw": ("adamw_schedule_free", ""), "came_pytorch": ("came", ""), "muon": ("muon", ""),
 }  # fmt: skip
-"""Optimizer of transformers or axolotl -> ours, and how it differs; others: ``value_maps.take_optimizer``."""
+"""Maps an optimizer of transformers or axolotl to (our optimizer, the difference).
+
+Other optimizers are converted by ``value_maps.take_optimizer``.
+"""
 ANY_PARENT = r"(?:.*\.)?"
-"""Begins a regular expression for names with any parents."""
+"""Start of a regular expression that matches any parent modules."""
 PEFT_TARGETS = rf"{ANY_PARENT}(?:q_proj|v_proj)"
 NO_TARGETS = "its default: PEFT's choice for Llama, Mistral, Gemma and Qwen; others need other names"
 FIRST_WEIGHTS = {"gaussian": "gaussian", "pissa": "pissa", "olora": "olora", "eva": "eva", "orthogonal": "orthogonal"}
@@ -63,7 +66,7 @@ SHARE_KEYS = ("val_size", "val_set_size")
 
 
 def take_base(t: Translator, setting: Setting) -> None:
-    """The base. Files that bitsandbytes has quantised stay as they are."""
+    """Translate the base model. A base that is already quantised by bitsandbytes stays as it is."""
     name = path_text(setting.value)
     note = ""
     if re.search(r"(?i)gguf|gptq|awq|-int4\b|exl2", name):
@@ -72,7 +75,7 @@ def take_base(t: Translator, setting: Setting) -> None:
 
 
 def take_revision(t: Translator, setting: Setting) -> None:
-    """The branch, tag or commit of the base."""
+    """Translate the branch, tag or commit of the base model."""
     if str(setting.value) == "main":
         t.skip(setting, "the usual branch")
     else:
@@ -80,7 +83,7 @@ def take_revision(t: Translator, setting: Setting) -> None:
 
 
 def take_start(t: Translator, setting: Setting) -> None:
-    """A LoRA to go on from: trainers name its folder, a recipe its file."""
+    """Translate the LoRA to continue from. Trainers name its folder, but a recipe names the file."""
     path = path_text(setting.value)
     if path.lower().endswith((".safetensors", ".bin", ".pt")):
         t.take("lora.init_from", path, setting)
@@ -89,7 +92,7 @@ def take_start(t: Translator, setting: Setting) -> None:
 
 
 def take_quantization(kind: str) -> Function:
-    """A function for a switch of the base's format."""
+    """Return a function that translates a switch for the base's quantisation. ``kind``: the quantisation format."""
 
     def take(t: Translator, setting: Setting) -> None:
         if is_on(setting.value):
@@ -104,7 +107,7 @@ def take_quantization(kind: str) -> Function:
 
 
 def take_targets(t: Translator, setting: Setting) -> None:
-    """The adapted modules: a preset, PEFT's names, or its regular expression for whole names."""
+    """Translate the adapted modules: a preset, PEFT's module names, or a regular expression for whole names."""
     found = targets_of(setting.value)
     if found is None:
         t.lose(setting, "these are not names of modules", ours="lora.targets")
@@ -117,7 +120,7 @@ def take_targets(t: Translator, setting: Setting) -> None:
 
 
 def targets_of(value: Value) -> tuple[str, str] | None:
-    """(``lora.targets``, how it differs) of PEFT's ``target_modules``; None if there is nothing to adapt."""
+    """Return (``lora.targets``, difference in meaning) for PEFT's ``target_modules``; None if no module is adapted."""
     if isinstance(value, str):
         plain = value.strip()
         if plain.lower() in ("all", "all-linear", "all_linear"):
@@ -132,7 +135,7 @@ def targets_of(value: Value) -> tuple[str, str] | None:
 
 
 def _of_names(names: Sequence[str]) -> tuple[str, str] | None:
-    """PEFT adapts the modules with names that end in one of these."""
+    """Return ``targets_of`` for a list of names. PEFT adapts every module with a name that ends in one of them."""
     if any(each.lower() in ("all", "all-linear") for each in names):
         return "all-linear", ""
     inside = [each for each in dict.fromkeys(names) if each and each.rpartition(".")[2] not in OUTSIDE]
@@ -144,7 +147,7 @@ def _of_names(names: Sequence[str]) -> tuple[str, str] | None:
 
 
 def _layers(t: Translator) -> str | None:
-    """The chosen layers as a part of a regular expression; None: all."""
+    """Return the selected layers as part of a regular expression, or None if all layers are selected."""
     chosen = t.given("layers_to_transform", "peft_layers_to_transform")
     if chosen is None or chosen.value in (None, "", []):
         return None
@@ -169,7 +172,7 @@ def _take_layers(t: Translator, setting: Setting) -> None:
 
 
 def _first_weights(t: Translator, setting: Setting) -> None:
-    """PEFT's ``init_lora_weights``."""
+    """Translate PEFT's ``init_lora_weights``."""
     plain = str(setting.value).lower()
     if setting.value is True or plain in ("true", "default", "kaiming"):
         t.skip(setting, "the usual start")
@@ -181,7 +184,7 @@ def _first_weights(t: Translator, setting: Setting) -> None:
 
 def _dropout(t: Translator, setting: Setting) -> None:
     if number(setting.value) == 0:
-        t.skip(setting, "there is none here either")
+        t.skip(setting, "lora-rocm has none either")
     else:
         take_number("lora.dropout")(t, setting)
 
@@ -190,7 +193,7 @@ def _dropout(t: Translator, setting: Setting) -> None:
 
 
 def take_epochs(t: Translator, setting: Setting) -> None:
-    """A part of an epoch is rounded up."""
+    """Translate the number of epochs, rounded up."""
     found, steps = number(setting.value), t.given("max_steps")
     limit = number(steps.value) if steps is not None else None
     if limit is not None and limit > 0:
@@ -199,7 +202,7 @@ def take_epochs(t: Translator, setting: Setting) -> None:
         t.lose(setting, "it is not a number of epochs", ours="train.epochs")
     else:
         rounded = max(math.ceil(found), 1)
-        note = "" if rounded == found else "whole epochs here: stop earlier, or give train.max_train_steps"
+        note = "" if rounded == found else "whole epochs in lora-rocm: stop earlier, or give train.max_train_steps"
         t.take("train.epochs", rounded, setting, note=note)
 
 
@@ -212,13 +215,13 @@ def _steps(t: Translator, setting: Setting) -> None:
 
 
 def take_warmup(t: Translator, setting: Setting) -> None:
-    """A number below 1 is a share of the run. transformers' ``constant`` has no warm-up."""
+    """Translate the warm-up. A number below 1 is a share of the run. transformers' ``constant`` has no warm-up."""
     found, schedule = number(setting.value), t.value("lr_scheduler_type", "lr_scheduler")
     steps = t.given("warmup_steps")
     if found is None or found < 0:
         t.lose(setting, "it is not a number", ours="optim.lr_warmup_steps")
     elif found == 0:
-        t.skip(setting, "there is none here either")
+        t.skip(setting, "lora-rocm has none either")
     elif str(schedule).lower() == "constant":
         t.skip(setting, "transformers' schedule `constant` has no warm-up; constant_with_warmup has one")
     elif setting.key.endswith("ratio") and steps is not None and number(steps.value):
@@ -230,7 +233,7 @@ def take_warmup(t: Translator, setting: Setting) -> None:
 
 
 def take_language_schedule(t: Translator, setting: Setting) -> None:
-    """The schedule by transformers' name; ``cosine_with_min_lr`` has its end in another key."""
+    """Translate the schedule from transformers' name. For ``cosine_with_min_lr``, another key has the final rate."""
     plain = str(setting.value).rpartition(".")[2].lower()
     own = "cosine" if plain == "cosine_warmup_with_min_lr" else SCHEDULES.get(plain)
     if own is None:
@@ -240,7 +243,7 @@ def take_language_schedule(t: Translator, setting: Setting) -> None:
 
 
 def take_last_rate(t: Translator, setting: Setting) -> None:
-    """Where the schedule ends: a share of the peak, or a rate."""
+    """Translate the final learning rate, which is a share of the peak or an absolute rate."""
     found = number(setting.value)
     if found is not None and not setting.key.endswith(("rate", "ratio")):
         peak = number(t.value("learning_rate"))
@@ -253,7 +256,7 @@ def take_last_rate(t: Translator, setting: Setting) -> None:
 
 
 def _schedule_arguments(t: Translator, setting: Setting) -> None:
-    """The arguments of the schedule as JSON; a mapping has settings for its keys."""
+    """Translate the schedule's arguments from a JSON text. If they are a mapping, each key is a separate setting."""
     try:
         found = parse_json(str(setting.value)) if isinstance(setting.value, str) else setting.value
     except BadJson:
@@ -267,7 +270,7 @@ def _schedule_arguments(t: Translator, setting: Setting) -> None:
 
 
 def take_language_optimizer(t: Translator, setting: Setting) -> None:
-    """The optimizer by transformers' or axolotl's name."""
+    """Translate the optimizer from its name in transformers or axolotl."""
     plain = str(setting.value).rpartition(".")[2].lower()
     if plain in OPTIMIZERS:
         own, note = OPTIMIZERS[plain]
@@ -287,7 +290,7 @@ def _betas(t: Translator, setting: Setting) -> None:
 
 
 def take_precision(t: Translator, setting: Setting) -> None:
-    """The switches ``bf16`` and ``fp16``; several of them may be off."""
+    """Translate the switches ``bf16`` and ``fp16``. Both may be off."""
     plain = str(setting.value).lower()
     if plain == "auto":
         t.skip(setting, "train.mixed_precision: auto is the same")
@@ -301,7 +304,7 @@ def take_precision(t: Translator, setting: Setting) -> None:
 
 
 def take_share(t: Translator, setting: Setting) -> None:
-    """The share of held-out texts; a number of rows is not the same."""
+    """Translate the share of held-out texts. A number of rows cannot be translated to a share."""
     found = number(setting.value)
     if not found:
         t.skip(setting, "nothing is held out")
@@ -316,7 +319,7 @@ def take_share(t: Translator, setting: Setting) -> None:
 
 
 def take_validation_interval(t: Translator, setting: Setting) -> None:
-    """The interval of the held-out loss, if texts are held out."""
+    """Translate the interval of the held-out loss, if texts are held out."""
     shares = [number(each.value) for key in SHARE_KEYS if (each := t.given(key)) is not None]
     plain = str(setting.value).lower()
     if not any(share and share <= MAX_SHARE for share in shares):
@@ -330,14 +333,14 @@ def take_validation_interval(t: Translator, setting: Setting) -> None:
     elif not setting.key.lower().startswith("evals_per"):
         t.take("train.validation_every_n_steps", int(found), setting)
     else:
-        note = "" if found == 1 else "once per epoch; here the interval is epochs or steps"
+        note = "" if found == 1 else "once per epoch; in lora-rocm the interval is epochs or steps"
         t.take("train.validation_every_n_epochs", 1, setting, note=note)
 
 
 def take_table(
     dataset: str, *settings: Setting, note: str = "", split: Setting | None = None
 ) -> dict[str, RecipeValue]:
-    """An entry of ``data.sources`` for one table."""
+    """Return the entry of ``data.sources`` for one table."""
     if split is None or split.value in (None, "", "train"):  # the usual one
         given = settings if split is None else (*settings, split)
         return {"dataset": RecipeValue(path_text(dataset), given, note)}
@@ -348,7 +351,7 @@ def take_table(
 
 
 def take_tables(t: Translator, sources: Sequence[Source]) -> None:
-    """Write the tables."""
+    """Write the tables to the recipe."""
     take_sources(t, sources)
 
 
@@ -361,7 +364,7 @@ def fits(columns: set[str]) -> bool:
 
 
 def take_save_interval(t: Translator, setting: Setting) -> None:
-    """``save_strategy``, ``save_steps`` and axolotl's ``saves_per_epoch``."""
+    """Translate ``save_strategy``, ``save_steps`` and axolotl's ``saves_per_epoch``."""
     plain, found = str(setting.value).lower(), number(setting.value)
     strategy = str(t.value("save_strategy") or "").lower()
     key = setting.key.lower()
@@ -375,7 +378,7 @@ def take_save_interval(t: Translator, setting: Setting) -> None:
     elif not found:
         t.skip(setting, "the last LoRA is always written")
     elif key == "saves_per_epoch":
-        note = "" if found == 1 else "once per epoch; here the interval is epochs or steps"
+        note = "" if found == 1 else "once per epoch; in lora-rocm the interval is epochs or steps"
         t.take("output.save_every_n_epochs", 1, setting, note=note)
     elif found < 1:
         t.skip(setting, "a share of the run; give output.save_every_n_steps")
@@ -384,7 +387,7 @@ def take_save_interval(t: Translator, setting: Setting) -> None:
 
 
 def take_trackers(t: Translator, setting: Setting) -> None:
-    """``report_to``: a name or a list of names."""
+    """Translate ``report_to``, which is a name or a list of names."""
     names = [str(each).lower() for each in (setting.value if isinstance(setting.value, list) else [setting.value])]
     known: list[Value] = [each for each in names if each in TRACKERS and each != "tensorboard"]
     if known:
@@ -403,7 +406,7 @@ def _name(t: Translator, setting: Setting) -> None:
 def _kept(t: Translator, setting: Setting) -> None:
     found = number(setting.value)
     if not found or found < 1:
-        t.skip(setting, "no limit there; lora-rocm keeps all LoRA files and the last two checkpoints")
+        t.skip(setting, "the trainer has no limit; lora-rocm keeps all LoRA files and the last two checkpoints")
     else:
         t.take("output.keep_last", int(found), setting)
 
@@ -419,21 +422,21 @@ def _project(t: Translator, setting: Setting) -> None:
 
 
 def begin(t: Translator) -> None:
-    """The family, which no trainer of language models names."""
+    """Set the model family. Trainers of language models do not name it."""
     t.take("model.family", FAMILY)
 
 
 def finish(t: Translator) -> None:
-    """The keys that a recipe needs, and those that depend on the whole table."""
+    """Write keys that every recipe needs, and keys that depend on several settings."""
     quantization, dora = (t.values.get(key) for key in ("model.quantization", "lora.use_dora"))
     if quantization is not None and dora is not None:
-        t.withdraw("lora.use_dora", "DoRA needs a base that is not quantised here")
+        t.withdraw("lora.use_dora", "in lora-rocm DoRA needs a base that is not quantised")
     if "lora.targets" not in t.values:
         t.take("lora.targets", "all-linear", note="the file names no modules")
 
 
 def lose_method(t: Translator, setting: Setting, name: str) -> None:
-    """A method of training that lora-rocm does not have. Pairs of answers are trained on by DPO instead."""
+    """Report a training method that lora-rocm does not support. Pairs of answers are trained on by DPO instead."""
     if name.lower() in ("orpo", "simpo", "ipo", "cpo", "hinge", "kto_pair", "tpo", "robust", "bco_pair"):
         t.take("objective.loss", "dpo", note=f"not {name}, which lora-rocm does not have; dpo reads pairs too")
         t.lose(setting, "another loss of pairs; dpo is written", ours="objective.loss")
@@ -446,7 +449,7 @@ def lose_method(t: Translator, setting: Setting, name: str) -> None:
 
 
 def lose_full_training(t: Translator, key: str) -> None:
-    """Report that the file trains the base itself, because ``key`` is absent or off."""
+    """Report that the configuration trains the base model itself, because ``key`` is absent or off."""
     found = t.given(key)
     missing = Setting(key, "none", t.files.given[0].file)
     t.lose(
@@ -463,7 +466,7 @@ def is_dpo(t: Translator) -> bool:
 
 
 def take_for_pairs(ours: str) -> Function:
-    """A function that copies a number which only DPO reads."""
+    """Return a function that copies a number to a key that only DPO reads."""
 
     def take(t: Translator, setting: Setting) -> None:
         if not is_dpo(t):
@@ -523,10 +526,10 @@ LANGUAGE_FUNCTIONS: dict[str, Function] = {
     "beta": take_for_pairs("objective.beta"),
     "smoothing": take_for_pairs("objective.label_smoothing"),
 }
-"""Functions for the rows of ``trainers/transformers.toml`` and of tables that include it."""
+"""Functions for the rows of ``trainers/transformers.toml``, and of tables that include it."""
 
 
 def functions_of(trainer: str, own: Mapping[str, Function]) -> Mapping[str, Function]:
-    """The functions that a trainer's table names: the trainer's own, then the shared ones."""
+    """Return the functions that a trainer's table names: the trainer's own functions and the shared ones."""
     known = {**LANGUAGE_FUNCTIONS, **own}
     return {row.function: known[row.function] for row in table_of(trainer).row if row.function}

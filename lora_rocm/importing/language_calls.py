@@ -1,4 +1,4 @@
-"""Scripts and notebooks for TRL and Unsloth: the calls that matter, as settings with flat names."""
+"""Reads scripts and notebooks for TRL and Unsloth: converts the relevant calls to settings with flat names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRAINERS = (
     "PRMTrainer", "PeerTrainer", "UnslothTrainer",
 )  # fmt: skip
 PARTS = ("LoraConfig", "BitsAndBytesConfig", "get_peft_model", "from_pretrained")
-"""Calls with keywords that are flat names too."""
+"""Calls with keywords that are also used as flat names."""
 OTHERS = (
     "load_dataset", "get_chat_template", "train_on_responses_only", "DataCollatorForCompletionOnlyLM",
     "save_pretrained_merged", "save_pretrained_gguf", "push_to_hub_merged", "push_to_hub_gguf",
@@ -34,15 +34,18 @@ OBJECTS = (
     "logging_dir", "run_name", "trust_remote_code", "quantization_method", "num_proc", "dataset_num_proc",
     "loftq_config", "init_lora_weights", "task_type", "max_memory", "gradient_checkpointing_kwargs",
 )  # fmt: skip
-"""Keywords with code as a value: an object, or nothing that changes the weights."""
+"""Keywords that pass an object, or that do not change the weights."""
 OTHER_CLASSES = ("AutoTokenizer", "AutoProcessor", "AutoConfig", "AutoImageProcessor", "GenerationConfig")
 METHOD = re.compile(r"^(\w+?)(?:Config|PeerTrainer)$")
 AS_TRAINER = "trainer."
-"""Begins the names of a trainer's keywords, such as ``model``, that are not settings of the run."""
+"""Prefix of the names of trainer keywords, such as ``model``, that are not settings of the run."""
 
 
 def calls_of(file: ConfigFile) -> FileContent:
-    """The settings of the calls: keywords have flat names; other calls and later ones have dotted names."""
+    """Return the settings of the calls.
+
+    The relevant keywords have flat names. Other calls and repeated calls have dotted names.
+    """
     functions = (*CONFIGS, *TRAINERS, *PARTS, *OTHERS)
     named = ("load_dataset", "from_pretrained")
     found = call_settings(file.text, file.file, functions, OBJECTS, named, OTHER_CLASSES)
@@ -55,7 +58,10 @@ def calls_of(file: ConfigFile) -> FileContent:
 
 
 def _flat(setting: Setting) -> Setting:
-    """A setting with its flat name. The tokenizer and a trained LoRA are loaded by later calls of the same function."""
+    """Return a setting with its flat name.
+
+    Later calls of the same function load the tokenizer or a trained LoRA.
+    """
     call, _, name = setting.key.partition(".")
     if setting.key == "from_pretrained[0]":
         return replace(setting, key="model_name")
@@ -74,7 +80,10 @@ def _flat(setting: Setting) -> Setting:
 
 
 def _method(settings: list[Setting]) -> Setting | None:
-    """The method of training, by the name of the configuration or trainer; SFT if both it and another are there."""
+    """Return the training method, from the name of the configuration or trainer class.
+
+    If there are several methods, SFT is preferred, then DPO.
+    """
     names: dict[str, Setting] = {}
     for each in settings:
         found = METHOD.match(each.key.partition(".")[0])

@@ -1,4 +1,4 @@
-"""Prompts of previews: a text, a list, or a file that the configuration names."""
+"""Reads the prompts of previews from a text, a list, or a file that the configuration names."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ KEYS = {
     "height": "height", "seed": "seed", "sample_steps": "steps", "steps": "steps", "diffusion_steps": "steps",
     "scale": "guidance_scale", "guidance_scale": "guidance_scale", "cfg_scale": "guidance_scale",
 }  # fmt: skip
-"""Key of a prompt in other trainers' files -> ours."""
+"""Maps a prompt's key in other trainers' files to our key."""
 
 
 def take_prompts(t: Translator, setting: Setting) -> None:
-    """``sample.prompts`` from kohya's ``sample_prompts``: a file with one prompt per line, or the prompts themselves.
+    """Translate kohya's ``sample_prompts`` to ``sample.prompts``.
 
-    Options after a prompt (``--w 1024 --d 7``) stay: ``sample.prompts`` reads them.
+    It names a file with one prompt per line, or has the prompts.
+
+    Options after a prompt (``--w 1024 --d 7``) are kept, because ``sample.prompts`` supports them.
     """
     value = setting.value
     if isinstance(value, str) and value.lower().endswith(FILES):
         file = t.files.named_by(setting, changes_weights=False)
         if file is None:
-            t.lose(setting, "the file with the prompts is not here", ours="sample.prompts", changes_weights=False)
+            t.lose(setting, "the file with the prompts was not found", ours="sample.prompts", changes_weights=False)
             return
         if file.path.suffix.lower() == ".txt":
             found: list[Value] = [*_lines(file.text)]
@@ -36,7 +38,7 @@ def take_prompts(t: Translator, setting: Setting) -> None:
             t.unread += content.unread
             for each in content.settings:
                 if each.key.rpartition(".")[2] not in KEYS and each.value not in (None, "", False):
-                    t.lose(each, "a prompt has no such key here", ours="sample.prompts", changes_weights=False)
+                    t.lose(each, "a prompt of lora-rocm has no such key", ours="sample.prompts", changes_weights=False)
             found = [*_mappings(content.settings)] or [*_strings(file.text)]
     else:
         found = [*_lines(value)] if isinstance(value, str) else list(value) if isinstance(value, list) else []
@@ -49,12 +51,12 @@ def take_prompts(t: Translator, setting: Setting) -> None:
 
 
 def _lines(text: str) -> list[str]:
-    """The prompts of a text with one per line; ``#`` begins a comment line."""
+    """Return the prompts of a text with one prompt per line. A line that begins with ``#`` is a comment."""
     return [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
 
 
 def _strings(text: str) -> list[str]:
-    """The prompts of a JSON list of texts."""
+    """Return the prompts of a JSON list of texts."""
     try:
         value = parse_json(text, repeated_keys=True)
     except BadJson:
@@ -63,7 +65,10 @@ def _strings(text: str) -> list[str]:
 
 
 def _mappings(settings: list[Setting]) -> list[Mapping[str, Value]]:
-    """The prompts of a file with a mapping for each; values of the section above hold for all (``prompt.subset``)."""
+    """Return the prompts of a file in which each prompt is a mapping.
+
+    Values in the section above the prompts apply to all of them (``prompt.subset``).
+    """
     prompts: dict[str, dict[str, Value]] = {}
     for setting in settings:
         above, _, name = setting.key.rpartition(".")

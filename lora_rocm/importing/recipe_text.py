@@ -1,4 +1,4 @@
-"""Writes a recipe with a comment on each line: the origin of its value."""
+"""Writes a recipe in which a comment on each line names the origin of the value."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from lora_rocm.recipe.suggest import all_keys
 PART = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 COMMENT_COLUMN = 44
 FIRST = ("data.path", "data.sources", "optim.optimizer", "lora.type")
-"""Keys at the top of their section; the others have the order of the schema."""
+"""Keys that come first in their section. All other keys are in the order of the schema."""
 MAX_COMMENT_LETTERS = 160
 
 
 def recipe_text(values: Mapping[str, RecipeValue], head: Sequence[str] = ()) -> str:
-    """The recipe as YAML in the order of the schema.
+    """Return the recipe as YAML, in the order of the schema.
 
     Args:
-        values: dotted key -> value; keys of list items have indices.
+        values: maps dotted keys to values. Keys of list items have indices.
         head: lines of the comment at the top.
     """
     root = CommentedMap()
@@ -55,7 +55,7 @@ def recipe_text(values: Mapping[str, RecipeValue], head: Sequence[str] = ()) -> 
 
 
 def _list_numbers(values: Mapping[str, RecipeValue]) -> dict[str, int]:
-    """Key of each list item -> its position: items that were withdrawn leave no gap."""
+    """Map the key of each list item to its position. Removed items leave no gap."""
     found: dict[str, int] = {}
     for item in sorted({key[: each.end()] for key in values for each in re.finditer(r"\[\d+\]", key)}, key=_by_index):
         list_key = item[: item.rindex("[")]
@@ -69,7 +69,7 @@ def _by_index(item: str) -> tuple[str, int]:
 
 
 def _place(root: CommentedMap, key: str, given: RecipeValue, numbers: Mapping[str, int]) -> None:
-    """Write one value into the nested mappings, with its comment. ``numbers``: positions of list items."""
+    """Write one value, with its comment, into the nested mappings. ``numbers``: positions of the list items."""
     parts: list[str | int] = [
         found[1] if found[1] is not None else numbers[key[: found.end()]] for found in PART.finditer(key)
     ]
@@ -96,7 +96,7 @@ def _place(root: CommentedMap, key: str, given: RecipeValue, numbers: Mapping[st
 
 
 def _plain(value: Any) -> Any:
-    """A value for the writer: short lists of scalars stay on one line."""
+    """Prepare a value for the YAML writer, so that short lists of scalars stay on one line."""
     if isinstance(value, Mapping):
         return CommentedMap({key: _plain(each) for key, each in value.items()})
     if isinstance(value, list | tuple):
@@ -108,7 +108,7 @@ def _plain(value: Any) -> Any:
 
 
 def _comment(given: RecipeValue) -> str:
-    """The comment of a line: ``key = value (file:line)`` of each setting, then the note."""
+    """Return the comment for a value: ``key = value (file:line)`` for each setting, followed by the note."""
     files = [f"{setting.key} = {setting.shown}{_place_of(setting.where)}" for setting in given.settings[:2]]
     defaults = [f"its default: {setting.key} = {setting.shown}" for setting in given.settings[:2] if setting.is_default]
     parts = [*defaults, *(text for text, setting in zip(files, given.settings, strict=False) if not setting.is_default)]

@@ -1,4 +1,4 @@
-"""The trainers with configurations that can be imported. A trainer's module is loaded only when it is needed."""
+"""Lists the trainers with configurations that can be imported. A trainer's module is loaded only when needed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ MODULES: Mapping[str, str] = {
     "torchtune": "lora_rocm.importing.trainers.torchtune",
     "peft": "lora_rocm.importing.trainers.peft",
 }
-"""Id of a trainer, as in ``recipe/foreign.toml`` -> the module with its ``TRAINER``."""
+"""Maps a trainer's id, as in ``recipe/foreign.toml``, to the module that defines its ``TRAINER``."""
 
 
 def trainer_of(name: str) -> PeerTrainer:
-    """The trainer with this id."""
+    """Return the trainer with this id."""
     found = import_module(MODULES[name]).TRAINER
     assert isinstance(found, PeerTrainer)
     return found

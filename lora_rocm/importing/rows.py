@@ -1,4 +1,4 @@
-"""The table of one trainer's keys: the recipe key of each, and the trainer's defaults (``trainers/*.toml``)."""
+"""Tables of a trainer's keys (``trainers/*.toml``), with the corresponding recipe keys and the trainer's defaults."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Kind = Literal["same", "convert", "not-needed", "unsupported"]
 
 @dataclass(frozen=True)
 class MappingRow:
-    """The recipe key for some keys, or the reason why there is none.
+    """A row for keys of the same meaning: their recipe key, or the reason why there is none.
 
     Attributes:
-        keys: names of the same meaning, dotted below sections, without list indices, in lower case. A name without
-            sections also matches the last part of a dotted key.
+        keys: the trainer's names for the key in lower case, dotted, without list indices. A name without sections also
+            matches the last part of a dotted key.
         kind: same: the value is copied to ``ours``. convert: ``function`` decides. not-needed: the key does not change
             the result here. unsupported: lora-rocm cannot do it.
-        ours: the recipe key, dotted. With ``convert`` only the key that a reader may expect.
-        function: name of the function that converts, in the trainer's module.
+        ours: the dotted recipe key. For convert, it is only the most likely key.
+        function: for convert, name of the converting function in the trainer's module.
         note: for convert: how the meaning differs. For not-needed: why. For unsupported: the effect of the key.
-        neutral: values without an effect: the key is not reported as unsupported then.
+        neutral: values without an effect. A key with such a value is not reported as unsupported.
         changes_weights: whether losing an unsupported key changes the trained weights.
     """
 
@@ -40,15 +40,15 @@ class MappingRow:
 
 @dataclass(frozen=True)
 class TrainerTable:
-    """The file of one trainer.
+    """The table of one trainer.
 
     Attributes:
-        name: of the trainer, for sentences.
-        version: the source that the table was made from: a version or commit with its date.
-        defaults: its key -> the value it uses if the key is absent. Only defaults that differ from ours need a row.
+        name: name of the trainer, for messages.
+        version: version or commit of the trainer's source on which the table is based, with its date.
+        defaults: maps a key of the trainer to its default value. Only defaults that differ from ours are needed.
         row: one row per key.
-        include: the table of a library that the trainer passes its other keys to; its rows follow, without the keys
-            that have rows here.
+        include: name of another table, for a library to which the trainer passes its other keys. Rows of this table
+            take precedence.
     """
 
     name: str
@@ -63,7 +63,7 @@ FOLDER = Path(__file__).with_name("trainers")
 
 @cache
 def table_of(trainer: str) -> TrainerTable:
-    """The table of a trainer by its id, such as "kohya". See ``read_table`` for errors."""
+    """Return the table of a trainer by its id, such as "kohya". See ``read_table`` for errors."""
     table = read_table(FOLDER / f"{trainer}.toml", TrainerTable)
     if not table.include:
         return table
@@ -75,5 +75,5 @@ def table_of(trainer: str) -> TrainerTable:
 
 
 def review_of(trainer: str) -> Review:
-    """The last comparison of the table with the trainer's source. See ``read_review`` for errors."""
+    """Return the date of the last comparison of the table with the trainer's source. See ``read_review`` for errors."""
     return read_review(FOLDER / f"{trainer}.toml")

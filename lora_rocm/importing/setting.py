@@ -1,4 +1,4 @@
-"""The content of another trainer's file: settings with their place, and the lines that could not be read."""
+"""Content of another trainer's file: settings with their locations, and lines that could not be read."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ SECRET = re.compile(
     r"|\w*webhook_url)$",
     re.IGNORECASE,
 )
-"""Keys with values that are never shown or written."""
+"""Matches names of keys with values that are never shown or written."""
 SECRET_VALUE = re.compile(
     r"\b(?:hf_\w{20,}|sk-[\w-]{16,}|gh[pousr]_\w{20,})\b"
     r"|(?:token|api[_-]?key|password|secret)[\"']?\s*[=:\s]\s*[\"']?[^\s\"',]*\w{16,}",
     re.IGNORECASE,
 )
-"""Values that are secrets whatever their key is: tokens of Hugging Face, OpenAI and GitHub, and options with them."""
+"""Matches secret values, under any key: tokens of Hugging Face, OpenAI and GitHub, and options with tokens."""
 HEX_KEY = re.compile(r"\b[0-9a-f]{40}\b")
-"""A key of Weights & Biases, or a commit."""
+"""Matches a key of Weights & Biases. A commit hash also matches."""
 OF_A_COMMIT = re.compile(r"revision|commit|sha|hash|ref|version", re.IGNORECASE)
 NOT_A_SECRET = re.compile(r"(?:max|new|keep|num|pad|eos|bos|special|add|class|trigger)_?\w*tokens?$|tokens?_\w+$", re.I)
 MAX_SHOWN_LETTERS = 60
 
 
 def is_secret_text(text: str, key: str = "") -> bool:
-    """Whether a text contains a token or a key. ``key``: of the setting with this value."""
+    """Whether a text contains a token or a key. ``key``: key of the setting that has this value."""
     is_hex = HEX_KEY.search(text) is not None and OF_A_COMMIT.search(key) is None
     return is_hex or SECRET_VALUE.search(text) is not None
 
@@ -42,10 +42,10 @@ class Setting:
     """One key of another trainer's file.
 
     Attributes:
-        key: as written, dotted below sections; items of a list of mappings have their index: ``datasets[0].path``.
-        value: as parsed. A mapping or a list of mappings is split into several settings, unless it is empty.
-        file: the path as the user gave it, or as a file named it; empty for a default of the trainer.
-        line: from 1; 0 if unknown or a default.
+        key: the dotted key as written in the file. Items of a list of mappings have an index: ``datasets[0].path``.
+        value: the parsed value. A mapping or a list of mappings is split into several settings, unless it is empty.
+        file: path of the file, as written by the user or in another file; empty for a default of the trainer.
+        line: line number from 1; 0 for a default or if unknown.
     """
 
     key: str
@@ -55,7 +55,7 @@ class Setting:
 
     @property
     def is_default(self) -> bool:
-        """Whether no file has it: the trainer uses this value if its key is absent."""
+        """Whether this is the trainer's default, because no file contains the key."""
         return not self.file
 
     @property
@@ -65,12 +65,12 @@ class Setting:
 
     @property
     def where(self) -> str:
-        """The place as ``file:line``; empty for a default."""
+        """Return the location as ``file:line``; empty for a default."""
         return f"{self.file}:{self.line}" if self.file and self.line else self.file
 
     @property
     def shown(self) -> str:
-        """The value on one line, shortened; never a secret."""
+        """Return the value, shortened to one line. Secrets are never included."""
         if self.is_secret and self.value not in (None, "", False):
             return "***"
         text = one_line(str(self.value).lower() if isinstance(self.value, bool) else str(self.value))
@@ -79,7 +79,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class UnreadText:
-    """A part of a file that could not be read. why: a clause. changes_weights: whether it may change the result."""
+    """A part of a file that could not be read.
+
+    why: the reason, as a clause. changes_weights: whether the part may change the trained weights.
+    """
 
     file: str
     line: int
@@ -89,7 +92,7 @@ class UnreadText:
 
 @dataclass
 class FileContent:
-    """One file: its settings in order, and its unreadable parts."""
+    """Content of one file: its settings in order, and its unreadable parts."""
 
     settings: list[Setting] = field(default_factory=list)
     unread: list[UnreadText] = field(default_factory=list)
@@ -100,12 +103,12 @@ class FileContent:
 
 
 def path_text(value: object) -> str:
-    """A path as a recipe writes it: forward slashes instead of a Windows path's backslashes; ``~`` stays."""
+    """Return a path as written in recipes: with slashes in place of a Windows path's backslashes. ``~`` is kept."""
     text = str(value).strip().strip('"')
     is_windows = re.match(r"[A-Za-z]:[\\/]|\\\\", text) is not None
     return text.replace("\\", "/") if is_windows or ("\\" in text and "/" not in text) else text
 
 
 def named(path: Path) -> str:
-    """A path for messages."""
+    """Return a path as text for messages."""
     return one_line(str(path))

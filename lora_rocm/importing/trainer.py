@@ -1,4 +1,4 @@
-"""The importer's needs from each trainer: the reader of its files, and the functions of its table."""
+"""The interface of a trainer that can be imported: a reader for its files, and the functions of its table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from lora_rocm.importing.translator import Function, Translator
 
 
 def read_given(files: ConfigFiles, options: Sequence[str]) -> FileContent:
-    """Return the settings of the given files, then the options of the command line: ``read`` of most trainers."""
+    """Return the settings of the given files, followed by the command-line options.
+
+    Most trainers use this function as ``read``.
+    """
     found = FileContent()
     for each in files.given:
         found.extend(each.settings())
@@ -21,19 +24,20 @@ def read_given(files: ConfigFiles, options: Sequence[str]) -> FileContent:
 
 
 def _nothing(translator: Translator) -> None:
-    """Nothing to do."""
+    """Do nothing."""
 
 
 @dataclass(frozen=True)
 class PeerTrainer:
-    """One trainer.
+    """A trainer with configurations that can be imported.
 
     Attributes:
-        id: short name; the name of its table.
-        read: all settings of its files, with the ones that they name; the words are options from after ``--``.
-        functions: those that the table names.
-        prepare: runs before the table, for several keys at once: the family, the data.
-        finish: runs after the table.
+        id: short name of the trainer and of its table.
+        read: returns all settings of the trainer's files and of the files that they name. It also gets the options
+            after ``--``.
+        functions: functions that the table names.
+        prepare: runs before the table is applied, to translate the family, the data and other groups of keys.
+        finish: runs after the table is applied.
     """
 
     id: str

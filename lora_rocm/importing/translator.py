@@ -9,7 +9,7 @@ from functools import cache
 from typing import Literal, NoReturn
 
 from lora_rocm.errors import UserError
-from lora_rocm.families.registry import PRODUCT
+from lora_rocm.families.registry import FAMILIES
 from lora_rocm.importing.config_files import ConfigFiles
 from lora_rocm.importing.rows import MappingRow, TrainerTable
 from lora_rocm.importing.setting import Setting, UnreadText, Value
@@ -28,12 +28,12 @@ class Translated:
     """The outcome of one setting.
 
     Attributes:
-        setting: of the other trainer.
-        outcome: taken: same meaning. changed: taken with another meaning or unit. not-needed: no effect here.
-            unsupported: lost.
-        ours: the recipe key, dotted; empty if there is none.
-        value: in the recipe; None if there is none.
-        note: why, or both meanings; empty for a plain copy.
+        setting: the setting of the other trainer.
+        outcome: taken (with the same meaning), changed (taken with a different meaning or unit), not-needed (no effect
+            in lora-rocm), or unsupported (lost).
+        ours: the dotted recipe key; empty if there is none.
+        value: value of the recipe key; None if there is none.
+        note: the reason for the outcome, or both meanings; empty for a plain copy.
         changes_weights: whether a lost setting changes the trained weights.
     """
 
@@ -47,7 +47,10 @@ class Translated:
 
 @dataclass(frozen=True)
 class RecipeValue:
-    """One value of the new recipe, and the settings that it comes from; none: the importer's own."""
+    """One value of the new recipe, and the settings that it comes from.
+
+    There are no settings if the importer itself chose the value.
+    """
 
     value: Value
     settings: tuple[Setting, ...]
@@ -55,7 +58,7 @@ class RecipeValue:
 
 
 Function = Callable[["Translator", Setting], None]
-"""Converts one setting: it calls ``take``, ``lose`` or ``skip`` for it."""
+"""Function that converts one setting, by calling ``take``, ``lose`` or ``skip`` for it."""
 
 
 @dataclass
@@ -63,11 +66,11 @@ class Translator:
     """The state of a translation.
 
     Attributes:
-        table: of the trainer.
-        files: of the configuration, for files that settings name.
+        table: table of the trainer.
+        files: files of the configuration, which also open the files that settings name.
         settings: all settings, in the order of the files.
-        values: dotted recipe key -> value. Keys of list items have indices: ``data.sources[0].path``.
-        outcomes: of the settings so far.
+        values: maps dotted recipe keys to values. Keys of list items have indices: ``data.sources[0].path``.
+        outcomes: outcomes of the settings so far.
         unread: parts of the files that could not be read.
     """
 
@@ -89,40 +92,43 @@ class Translator:
     # reading
 
     def given(self, *keys: str) -> Setting | None:
-        """The setting of the first of these keys that a file has; None if it has none of them."""
+        """Return the first of these keys' settings that a file contains; None if there is none."""
         return next((found for key in keys if (found := self._by_key.get(key)) is not None), None)
 
     def given_exactly(self, key: str) -> Setting | None:
-        """The setting with this key, list indices included; None if no file has it."""
+        """Return the setting with exactly this key, including list indices; None if no file contains it."""
         return self._by_exact_key.get(key.lower())
 
     def setting(self, *keys: str) -> Setting | None:
-        """The same with the trainer's default for the first of these keys that has one."""
+        """Same as ``given``, but fall back to the trainer's first default for these keys."""
         default = next((self._defaults[key] for key in keys if key in self._defaults), None)
         return self.given(*keys) or default
 
     def default(self, key: str) -> Setting | None:
-        """The trainer's default for a key; None if the table has none. It is the same object each time."""
+        """Return the trainer's default for a key; None if the table has none. Each call returns the same object."""
         return self._defaults.get(key)
 
     def use_defaults(self, defaults: Mapping[str, Value]) -> None:
-        """Add defaults that depend on the kind of file. They replace the table's defaults of the same keys."""
+        """Add defaults that depend on the kind of file. They replace the table's defaults for the same keys."""
         self._defaults |= {key: Setting(key, value) for key, value in defaults.items()}
 
     def value(self, *keys: str) -> Value:
-        """The value of ``setting``; None if there is none."""
+        """Return the value of the result of ``setting``; None if there is no setting."""
         found = self.setting(*keys)
         return None if found is None else found.value
 
     def below(self, section: str) -> Iterator[Setting]:
-        """The settings of a section or list, in the order of the file: ``datasets`` has ``datasets[0].path``."""
+        """Yield the settings of a section or list in the order of the file.
+
+        For example, ``datasets`` has ``datasets[0].path``.
+        """
         begin = re.compile(rf"{re.escape(section)}(?:\.|\[)", re.IGNORECASE)
         return (setting for setting in self.settings if begin.match(setting.key))
 
     # deciding
 
     def take(self, ours: str, value: Value, *settings: Setting, note: str = "") -> None:
-        """Write a recipe key for these settings. ``note``: how the meaning differs; empty: it is the same."""
+        """Write a recipe key for these settings. ``note``: how the meaning differs; empty if it is the same."""
         if isinstance(value, str | list) and (secret := [setting for setting in settings if setting.is_secret]):
             for setting in secret:
                 self.skip(setting, NO_SECRETS)
@@ -138,30 +144,30 @@ class Translator:
             self._settle(Translated(setting, "changed" if note else "taken", ours, value, note))
 
     def skip(self, setting: Setting, why: str) -> None:
-        """A setting that has no effect here, or that lora-rocm always does."""
+        """Mark a setting as not needed, because it has no effect in lora-rocm or lora-rocm always does the same."""
         self._settle(Translated(setting, "not-needed", note=why))
 
     def lose(self, setting: Setting, would: str, *, ours: str = "", changes_weights: bool = True) -> None:
-        """A setting that lora-rocm cannot carry out. ``would``: its effect."""
+        """Mark a setting as lost, because lora-rocm does not support it. ``would``: the effect that it would have."""
         self._settle(Translated(setting, "unsupported", ours, None, would, changes_weights))
 
     def change(self, setting: Setting, note: str) -> None:
-        """Mark a setting that was taken: its meaning differs."""
+        """Mark a setting that was taken as changed, because its meaning differs."""
         self.outcomes = [
             replace(row, outcome="changed", note=note) if row.setting is setting else row for row in self.outcomes
         ]
 
     def split(self, setting: Setting) -> None:
-        """A setting that consists of others, which have their own outcomes (``translate``)."""
+        """Replace a setting by the settings that it consists of. Each of these gets its own outcome (``translate``)."""
         self._settled[id(setting)] = setting
 
     def refuse_base(self, what: str, setting: Setting | None) -> NoReturn:
-        """Stop, because lora-rocm does not train this kind of base.
+        """Stop the import, because lora-rocm does not train this kind of base model.
 
         Raises:
             UserError: always.
         """
-        names = ", ".join(PRODUCT.names)
+        names = ", ".join(FAMILIES.names)
         where = setting.where if setting is not None else ""
         said = f"{setting.key}: {setting.shown}" if setting is not None else ""
         fix = f"lora-rocm trains these families: {names}."
@@ -182,7 +188,7 @@ class Translator:
     # the table
 
     def run_table(self, functions: Mapping[str, Function]) -> None:
-        """Apply the table's rows to all settings without an outcome, then to the trainer's defaults of absent keys."""
+        """Apply the table's rows to all settings without an outcome, then to the trainer's defaults for absent keys."""
         for setting in self.settings:
             later = self._by_exact_key[setting.key.lower()]
             if self.is_settled(setting):
@@ -197,7 +203,10 @@ class Translator:
                 self._apply(row, default, functions)
 
     def translate(self, setting: Setting, functions: Mapping[str, Function]) -> None:
-        """Carry out the row of one setting. A key without a row may have the same meaning in all trainers."""
+        """Translate one setting by its row.
+
+        A key without a row is copied if it has the same meaning in all trainers.
+        """
         row = self._row_of(setting)
         if row is not None:
             self._apply(row, setting, functions)
@@ -214,7 +223,7 @@ class Translator:
             self.lose(setting, advice().get(name, "the importer does not know this key"))
 
     def _row_of(self, setting: Setting) -> MappingRow | None:
-        """The row of a key: its dotted name first, then its last part."""
+        """Return the row for a key. A row for its dotted name precedes a row for its last part."""
         key = plain_key(setting.key)
         candidates = [key, key.rpartition(".")[2]]
         for name in candidates:
@@ -224,7 +233,7 @@ class Translator:
         return None
 
     def _apply(self, row: MappingRow, setting: Setting, functions: Mapping[str, Function]) -> None:
-        """Carry out one row. Something empty and None mean that the key is absent."""
+        """Apply one row. An empty value or None means that the key is absent."""
         if setting.value is None or (isinstance(setting.value, str | list | Mapping) and not setting.value):
             self.skip(setting, "it is empty")
         elif row.kind == "same":
@@ -240,7 +249,7 @@ class Translator:
             self.lose(setting, row.note, ours=row.ours, changes_weights=row.changes_weights)
 
     def withdraw(self, ours: str, why: str, *, is_lost: bool = True) -> None:
-        """Remove a recipe key, with the keys in it. Their settings become unsupported, or not needed."""
+        """Remove a recipe key and the keys below it. Their settings become unsupported, or not needed."""
         gone = [key for key in self.values if key == ours or key.startswith((f"{ours}.", f"{ours}["))]
         lost = {id(setting) for key in gone for setting in self.values.pop(key).settings}
         outcome: Outcome = "unsupported" if is_lost else "not-needed"
@@ -255,7 +264,7 @@ class Translator:
 
 @cache
 def own_keys() -> Mapping[str, str]:
-    """Last part of a recipe key -> the key, where no other key of any kind of recipe ends in it."""
+    """Map the last part of a recipe key to the key, if it is unique among the keys of all kinds of recipes."""
     found: dict[str, set[str]] = {}
     for section in Recipe.model_fields:
         for kinds in every_kind(section):
@@ -265,5 +274,5 @@ def own_keys() -> Mapping[str, str]:
 
 
 def plain_key(key: str) -> str:
-    """A key as tables have it: in lower case, without list indices."""
+    """Return a key as tables spell it: in lower case, without list indices."""
     return INDEX.sub("", key).lower()

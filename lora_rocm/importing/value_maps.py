@@ -16,21 +16,21 @@ SCHEDULES = {
     "cosine_with_restarts": "cosine_with_restarts", "cosine_with_hard_restarts": "cosine_with_restarts",
     "polynomial": "polynomial", "rex": "rex",
 }  # fmt: skip
-"""Schedule of another trainer, in lower case -> ours."""
+"""Maps another trainer's schedule, in lower case, to ours."""
 SAMPLERS = {
     "euler": "euler", "k_euler": "euler", "flowmatch": "euler", "euler_a": "euler_a", "k_euler_a": "euler_a",
     "heun": "heun", "k_heun": "heun", "dpmsolver++": "dpmpp_2m", "dpm++_2m": "dpmpp_2m", "dpmpp_2m": "dpmpp_2m",
     "dpm++_2m_karras": "dpmpp_2m_karras", "ddim": "ddim", "ddpm": "ddpm", "unipc": "unipc", "uni_pc": "unipc",
 }  # fmt: skip
 RATE_OF_ADAMW = 1.0e-4
-"""Written in place of a rate that fits only an optimizer that lora-rocm does not have."""
+"""Learning rate that is written if the given rate fits only an optimizer that lora-rocm does not have."""
 
 
 ARGUMENT = re.compile(r"\w+\s*=\s*(?:\[[^\]]*\]|\([^)]*\)|[^\s]+)")
 
 
 def number(value: Value) -> float | None:
-    """The number that a value is or spells; None if it is none."""
+    """Return a value as a number, even if it is a text; None if it is not a number."""
     if isinstance(value, bool):
         return None
     try:
@@ -41,17 +41,17 @@ def number(value: Value) -> float | None:
 
 
 def whole(value: float) -> int | float:
-    """An integer if the number is one, for ``8.0``."""
+    """Return a whole number such as ``8.0`` as an integer, and any other number unchanged."""
     return int(value) if value == int(value) else value
 
 
 def is_on(value: Value) -> bool:
-    """Whether a switch is on, also as a word."""
+    """Whether a switch is on. The value may be a word."""
     return value.strip().lower() in ("true", "1", "yes", "on") if isinstance(value, str) else bool(value)
 
 
 def take_number(ours: str, note: str = "") -> Function:
-    """A function that copies a number, which may be spelled as text."""
+    """Return a function that copies a number, which may be written as text."""
 
     def take(t: Translator, setting: Setting) -> None:
         found = number(setting.value)
@@ -64,7 +64,7 @@ def take_number(ours: str, note: str = "") -> Function:
 
 
 def take_switch(ours: str, *, opposite: bool = False, note: str = "") -> Function:
-    """A function that copies a switch, or writes its opposite."""
+    """Return a function that copies a switch, or writes its opposite."""
 
     def take(t: Translator, setting: Setting) -> None:
         t.take(ours, is_on(setting.value) is not opposite, setting, note=note)
@@ -73,7 +73,7 @@ def take_switch(ours: str, *, opposite: bool = False, note: str = "") -> Functio
 
 
 def take_if_on(ours: str, value: Value = True) -> Function:
-    """A function that writes ``value`` if a switch is on; a switch that is off has no effect."""
+    """Return a function that writes ``value`` if a switch is on. A switch that is off has no effect."""
 
     def take(t: Translator, setting: Setting) -> None:
         if is_on(setting.value):
@@ -85,7 +85,7 @@ def take_if_on(ours: str, value: Value = True) -> Function:
 
 
 def take_path(ours: str) -> Function:
-    """A function that copies a path, with forward slashes in place of Windows' own."""
+    """Return a function that copies a path, with Windows' backslashes replaced by slashes."""
 
     def take(t: Translator, setting: Setting) -> None:
         t.take(ours, path_text(setting.value), setting)
@@ -94,7 +94,10 @@ def take_path(ours: str) -> Function:
 
 
 def take_if(ours: str, when: Callable[[Value], bool], otherwise: str) -> Function:
-    """A function that copies a value that ``when`` accepts; others have no effect: ``otherwise`` is the reason."""
+    """Return a function that copies a value if ``when`` accepts it.
+
+    Other values have no effect; ``otherwise`` is the reason.
+    """
 
     def take(t: Translator, setting: Setting) -> None:
         if when(setting.value):
@@ -106,15 +109,20 @@ def take_if(ours: str, when: Callable[[Value], bool], otherwise: str) -> Functio
 
 
 def take_dropout(t: Translator, setting: Setting) -> None:
-    """Dropout of kohya's kind, between the two matrices of a LoRA."""
+    """Translate kohya's dropout, which is applied between the two matrices of a LoRA."""
     if number(setting.value):
-        t.take("lora.dropout", setting.value, setting, note="between the two matrices there, at their input here")
+        t.take(
+            "lora.dropout",
+            setting.value,
+            setting,
+            note="the trainer: between the two matrices; lora-rocm: at their input",
+        )
     else:
         t.skip(setting, "0 switches it off")
 
 
 def take_number_format(ours: str) -> Function:
-    """A function that converts a number format: ``float`` is fp32, ``BFLOAT_16`` bf16."""
+    """Return a function that converts a number format: ``float`` becomes fp32, ``BFLOAT_16`` becomes bf16."""
 
     def take(t: Translator, setting: Setting) -> None:
         plain = str(setting.value).lower()
@@ -131,7 +139,7 @@ def take_number_format(ours: str) -> Function:
 
 
 def take_schedule(t: Translator, setting: Setting) -> None:
-    """The schedule of the learning rate."""
+    """Translate the learning rate schedule."""
     plain = str(setting.value).rpartition(".")[2].lower()
     if plain == "adafactor":
         t.take("optim.relative_step", True, setting, note="this schedule is Adafactor's own rate")
@@ -142,12 +150,12 @@ def take_schedule(t: Translator, setting: Setting) -> None:
 
 
 def take_optimizer(t: Translator, setting: Setting) -> None:
-    """The optimizer, by its class or its short name."""
+    """Translate the optimizer from its class or its short name."""
     take_optimizer_of(t, setting, str(setting.value))
 
 
 def take_optimizer_of(t: Translator, setting: Setting, name: str) -> None:
-    """The optimizer of a setting, with its name there."""
+    """Translate the optimizer of a setting. ``name``: the other trainer's name for it."""
     found = optimizer_of(name)
     if found is None:
         t.take("optim.optimizer", "adamw", note="in place of an optimizer that lora-rocm lacks")
@@ -167,21 +175,21 @@ WITHOUT_DECAY = {
 
 
 def take_weight_decay(t: Translator, optimizer: str, *, is_given: bool) -> None:
-    """The weight decay of trainers that use the libraries' defaults.
+    """Write the weight decay for trainers that use the optimizer libraries' defaults.
 
     Args:
         t: the translation.
-        optimizer: ours.
+        optimizer: our name of the optimizer.
         is_given: whether a file sets the weight decay.
     """
     if optimizer in WITHOUT_DECAY and not is_given:
-        t.take("optim.weight_decay", 0.0, note="the optimizer's default there")
+        t.take("optim.weight_decay", 0.0, note="the optimizer's default in that trainer")
 
 
 def take_optimizer_arguments(t: Translator, setting: Setting) -> None:
-    """Arguments of the optimizer: a mapping, a list of ``name=value``, or a text of these.
+    """Translate the optimizer's arguments: a mapping, a list of ``name=value``, or a text that contains such a list.
 
-    ``optim.optimizer_args`` reads them; one that lora-rocm refuses is withdrawn later, on its own.
+    ``optim.optimizer_args`` reads them; an argument that lora-rocm refuses is later removed separately.
     """
     value = setting.value
     if isinstance(value, Mapping):
@@ -197,13 +205,13 @@ def take_optimizer_arguments(t: Translator, setting: Setting) -> None:
 
 
 def take_absent(t: Translator, ours: str, value: Value, note: str) -> None:
-    """Write a key that no setting has set."""
+    """Write a recipe key that no setting has set yet."""
     if ours not in t.values:
         t.take(ours, value, note=note)
 
 
 def take_weight_format(t: Translator, own: str, note: str) -> None:
-    """Write the number format of the trained weights, if no setting has and the optimizer can train in it."""
+    """Write the number format of the trained weights, if no setting has set it and the optimizer supports it."""
     optimizer = t.values.get("optim.optimizer")
     name = str(optimizer.value) if optimizer is not None else "adamw"
     if own in OPTIMIZERS[name].weight_dtypes and own != "fp32":

@@ -209,7 +209,10 @@ class TritonAddNorm(Function):
 
 
 def _rows_of(x: Tensor, *vectors: Tensor | None) -> tuple[list[Tensor | None], int]:
-    """Return the vectors, expanded to one row or one row per sample; and the number of rows of ``x`` per such row."""
+    """Return the vectors, each expanded to a single row or to one row per sample.
+
+    Also return the number of rows of ``x`` that share one such row.
+    """
     per_sample = any(vector is not None and vector.ndim == 2 for vector in vectors)
     shape = (len(x), x.shape[-1]) if per_sample else x.shape[-1:]
     rows = x.numel() // x.shape[-1] // (len(x) if per_sample else 1)

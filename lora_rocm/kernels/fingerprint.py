@@ -19,8 +19,8 @@ from lora_rocm.kernels.backend import Implementation
 from lora_rocm.kernels.fingerprint_weights import BUFFERS_AT_ONCE, PLACE_FACTORS, TILE, TILE_FACTORS, WORDS_MULTIPLE
 
 TILES_AT_ONCE = {"cpu": 16, "cuda": 1024}
-"""Device type -> number of tiles that plain PyTorch computes at once. The products take 8 bytes per word, and should
-fit into the CPU's cache.
+"""Number of tiles that plain PyTorch computes at once, for each device type. The products take 8 bytes per word, and
+should fit into the CPU's cache.
 """
 
 
@@ -77,7 +77,7 @@ def compare(
 
 
 def renew(found_K: Tensor, known_K: Tensor, held: Tensor, stays_K: Tensor, implementation: Implementation) -> None:
-    """Make the current fingerprints the expected ones, except for buffers that must not change; and zero ``found_K``.
+    """Make the current fingerprints the expected ones, except for buffers that must not change. Zero ``found_K``.
 
     Args:
         found_K: int64, current fingerprints.

@@ -38,8 +38,8 @@ class FrozenConv2d(nn.Conv2d):
 class _FrozenConvolution(Function):
     """A convolution that computes its backward pass as a transposed convolution.
 
-    PyTorch computes the input's gradient by the same functions, which do not need the input:
-    ``cudnn_convolution_backward_input`` and ``miopen_convolution_backward_input``
+    PyTorch uses the same library functions for a transposed convolution and for the input's gradient:
+    ``cudnn_convolution_backward_input`` and ``miopen_convolution_backward_input``. They do not need the input
     (aten/src/ATen/native/cudnn/ConvShared.cpp, miopen/Conv_miopen.cpp).
     """
 

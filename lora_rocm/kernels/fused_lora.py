@@ -34,7 +34,7 @@ def lora_linear(
         weight_OI: frozen base weight, or None if ``dense`` returns it.
         bias_O: frozen bias, or None.
         a_RI: LoRA's A, a leaf; its gradient has its dtype.
-        b_OR: LoRA's B, as ``a_RI``.
+        b_OR: LoRA's B, also a leaf.
         scale: alpha / rank.
         dense: returns the base weight. It is called in each pass, so that no dense weight is kept between passes.
     """

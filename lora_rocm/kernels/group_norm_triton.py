@@ -243,7 +243,7 @@ class TritonGroupNorm(Function):
         x_nhwc = x.contiguous(memory_format=torch.channels_last)
         shift = None if shift is None else shift.contiguous()
         shape = _Shape(x, groups)
-        # Buffers: statistics are float32 whatever the dtype of x.
+        # Buffers: statistics are float32 for any dtype of x.
         parts = x.new_empty(shape.parts, dtype=torch.float32)
         known = x.new_empty(shape.groups, dtype=torch.float32)
         has = {"SHIFT": shift is not None}

@@ -101,7 +101,7 @@ def base_of(layer: nn.Module) -> nn.Module:
 
 
 def plain_lora(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, float] | None:
-    """Return (A, B, scale) of a layer that one product can compute together with others, or None if it cannot."""
+    """Return (A, B, scale) if one matrix product can compute this layer's LoRA together with other LoRAs, else None."""
     return layer.plain(x) if isinstance(layer, LoraLinear) else None
 
 

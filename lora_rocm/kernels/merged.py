@@ -16,9 +16,9 @@ from lora_rocm.kernels.weight_format import PackedLinear, is_packed, joined_weig
 class MergedLinears:
     """Computes several layers with the same input by one matrix product.
 
-    The layers' weights become views of one tensor, and so do their biases. Packed weights, and weights that offloading
-    has moved since, are concatenated in each pass instead. If any layer is not a plain LoRA layer, the layers are
-    called one by one.
+    The layers' weights become views of one tensor, and their biases views of another. Packed weights, and weights that
+    offloading has moved since, are concatenated in each pass instead. If any layer is not a plain LoRA layer, the
+    layers are called one by one.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:

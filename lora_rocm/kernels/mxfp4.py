@@ -20,7 +20,7 @@ GROUP = 32
 BYTES = GROUP // 2
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 WORDS = {2: torch.int32, 4: torch.int64}
-"""Size of a dtype in bytes -> integer dtype that is twice as wide."""
+"""Integer dtype that is twice as wide, keyed by the size of a dtype in bytes."""
 LARGEST_SCALE = 127 + 13
 """Largest scale with which all values fit into float16, that is, below 65,504. Scale 255 means NaN."""
 SUBNORMAL = 0x00400000

@@ -29,7 +29,7 @@ def group_norm(
     shift_BC: Tensor | None = None,
     silu: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return the normalised ``x + shift``, after SiLU if ``silu``; and ``x`` itself, to use in a residual sum.
+    """Return the normalised ``x + shift`` (after SiLU if ``silu``), and ``x`` itself for a residual sum.
 
     With Triton both outputs are in channels_last. The backward kernel of the first output also adds the gradient of the
     second, so a residual path needs no extra sum.
@@ -54,8 +54,8 @@ def group_norm(
 class RowNorm:
     """A norm over the last dimension: ``normalised * weight + bias``.
 
-    weight: [D], or [B, D] with a row for each sample. It may require a gradient, and so may ``bias``.
-    bias: shape as ``weight``, or None.
+    weight: [D], or [B, D] with a row for each sample. It and ``bias`` may require a gradient.
+    bias: tensor with the shape of ``weight``, or None.
     centred: whether the norm is a LayerNorm; otherwise it is an RMSNorm.
     dtype: dtype of the result; None means the weight's dtype.
     """

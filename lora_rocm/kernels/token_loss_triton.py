@@ -19,7 +19,7 @@ LOWEST = tl.constexpr(-1e30)
 
 @triton.jit
 def _bent(value, factor, cap, CAP: tl.constexpr):
-    """Return logits times ``factor`` and, if CAP is set, capped; and their derivative."""
+    """Return the logits times ``factor``, capped if CAP is set, and their derivative."""
     value = value * factor
     slope = factor
     if CAP:

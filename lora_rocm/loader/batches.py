@@ -15,13 +15,13 @@ from torch import Tensor
 
 from lora_rocm.dataset.order.batch_plan import BatchPlan, Item, Row
 from lora_rocm.device.transfer import fingerprint
+from lora_rocm.encoded_cache.cache import LatentCache
+from lora_rocm.encoded_cache.manifest import SampleStatistics
+from lora_rocm.encoded_cache.prepare import Prepared, prepare
 from lora_rocm.errors import DataError, StorageError
-from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.manifest import SampleStatistics
-from lora_rocm.latent_cache.prepare import Prepared, prepare
 from lora_rocm.loader.batch import Batch
 from lora_rocm.loader.cached_dataset import BadEntry, CachedDataset, Orders, Read, Unequal
-from lora_rocm.loader.worker_pool import Workers
+from lora_rocm.loader.worker_pool import LoaderWorkers
 from lora_rocm.rundir.run_context import NOBODY, RunContext
 
 if TYPE_CHECKING:
@@ -39,22 +39,22 @@ def open_workers(
     entries: Sequence[EntrySpec],
     runtime: RuntimeSection,
     context: RunContext = NOBODY,
-) -> Workers:
+) -> LoaderWorkers:
     """Return the workers for ``loader``. All iterators of a run share them.
 
     Args:
         cache: the cache to read.
         entries: the kinds of entries to read (``Prepared.entries``).
         runtime: the recipe's section with the number of workers and their time limit.
-        context: receives notices about failed workers; see ``Workers``.
+        context: receives notices about failed workers; see ``LoaderWorkers``.
     """
-    return Workers(CachedDataset(cache, entries), runtime, context)
+    return LoaderWorkers(CachedDataset(cache, entries), runtime, context)
 
 
 def loader(
     plan: BatchPlan,
     family: EncodesSamples,
-    workers: Workers,
+    workers: LoaderWorkers,
     start_iteration: int,
     num_iterations: int | None,
     *,

@@ -16,7 +16,7 @@ from lora_rocm.cache_store.entry_file import CacheEntryBad
 from lora_rocm.dataset.entry_spec import EntrySpec, TensorSpec
 from lora_rocm.dataset.order.batch_plan import BatchPlan
 from lora_rocm.device.transfer import fingerprint
-from lora_rocm.latent_cache.cache import LatentCache
+from lora_rocm.encoded_cache.cache import LatentCache
 
 
 @dataclass(frozen=True)

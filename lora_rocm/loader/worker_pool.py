@@ -2,7 +2,7 @@
 
 Each group of workers has its own thread. The caller waits, with a deadline, only for messages from that thread. So a
 worker that stops while it sends a batch, or is killed while it holds a lock, blocks only that thread, never the run.
-The thread has a second purpose. If the main thread iterates over a DataLoader, torch installs a signal handler. When a
+The thread also avoids torch's signal handler. torch installs it if the main thread iterates over a DataLoader. When a
 worker dies, this handler raises an exception at an arbitrary point of the main thread.
 """
 
@@ -59,7 +59,7 @@ class WorkersFailed(Exception):
         self.seen = seen
 
 
-class Workers:
+class LoaderWorkers:
     """Reads orders with worker processes until one of them fails, and then in the main process.
 
     A run has one instance, so it never tries failed workers again.
@@ -78,7 +78,7 @@ class Workers:
         self._busy: list[WorkerPool] = []
 
     def reads(self, orders: Orders) -> Iterator[Result]:
-        """Yield the results in the order of ``orders``, whatever the number of workers, and also if workers fail."""
+        """Yield the results in the order of ``orders``, for any number of workers and even if workers fail."""
         given = 0
         if self.count:
             group = self._idle.pop() if self._idle else WorkerPool(self.source, self.count, self._runtime)

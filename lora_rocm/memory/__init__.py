@@ -1,1 +1,4 @@
-"""Memory of a training step: its prediction, recomputation, offloading, and recovery when memory runs out."""
+"""Memory of a training step: its count, recomputation, offloading, and recovery when memory runs out.
+
+``planning`` predicts it without a model.
+"""

@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_leaves
 from lora_rocm import __version__
 from lora_rocm.adapters.attach import inject_on_meta
 from lora_rocm.adapters.base import Adapter
-from lora_rocm.adapters.files.lora_reader import files_of
 from lora_rocm.adapters.flat_params import FlatWeights
+from lora_rocm.adapters.lora_files.lora_reader import files_of
 from lora_rocm.adapters.registry import kind_for
 from lora_rocm.adapters.targets import sections_of
 from lora_rocm.adapters.training_adapter import attach_training_adapter
@@ -40,8 +40,8 @@ from lora_rocm.device.placement.base import frozen_bytes
 from lora_rocm.device.precision import FLOATS
 from lora_rocm.errors import StorageError
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
-from lora_rocm.families.common.objectives.loss import losses
 from lora_rocm.families.common.recompute import Recomputing
+from lora_rocm.families.objectives.loss import losses
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.foundation.files import write_json
 from lora_rocm.hardware.settings import Settings
@@ -49,7 +49,7 @@ from lora_rocm.kernels.backend import available, implementation_for, kernels_see
 from lora_rocm.kernels.weight_format import dense_shape, pack, use_implementation
 from lora_rocm.memory.op_counter import Ledger, Tally, fused_attention
 from lora_rocm.optim.base import AVERAGE_ITEMSIZE
-from lora_rocm.optim.factory import rule_of
+from lora_rocm.optim.registry import rule_of
 from lora_rocm.optim.update_rule import ParameterGroup, Scalars
 from lora_rocm.planning.step_plan import Block, Footprint, MemoryPeak, Rates, SampleCost, SmallerAdapter
 from lora_rocm.recipe.optim_sections import OptimSection
@@ -153,7 +153,7 @@ class _Watch:
 
 
 def _by_storage(values: Any) -> list[Tensor]:
-    """Of the tensors among the values, return one per storage, because two views may share a storage."""
+    """Return the tensors among the values, but only one per storage, because two views may share a storage."""
     tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
     return list({tensor.untyped_storage()._cdata: tensor for tensor in tensors}.values())
 
@@ -182,7 +182,7 @@ def counted(
 
 
 def _key(recipe: Recipe, family: ModelFamily, dtype: torch.dtype, more: list[object]) -> str:
-    """The cache key: a hash of everything that a footprint depends on. From the base only its shapes are included."""
+    """The cache key: a hash of everything that a footprint depends on. Of the base, only the shapes are included."""
     software = (__version__, torch.__version__, version("diffusers"), version("peft"))
     lora = recipe.lora.model_dump(mode="json", exclude={"init_from", "alpha"})
     kernels = available(META)
@@ -231,7 +231,7 @@ def meta_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu: 
 
 
 def to_meta(component: nn.Module) -> nn.Module:
-    """Move a component to the meta device. Unlike ``Module.to``, this keeps weights tied that have several names."""
+    """Move a component to the meta device. Unlike ``Module.to``, this keeps weights with several names tied."""
     moved: dict[Tensor, nn.Parameter] = {}
     for owner in component.modules():
         for key, weight in list(owner.named_parameters(recurse=False)):

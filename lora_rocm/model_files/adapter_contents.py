@@ -78,7 +78,7 @@ class StoredModule(Generic[Values]):
 
     key: the module's name in the file.
     place: the model's module that the name refers to.
-    parts: role ("up", "alpha") -> tensor.
+    parts: the tensors, keyed by role ("up", "alpha").
     alpha: value of the alpha tensor, or of PEFT's config if the module has no such tensor; None if neither exists.
     rank: rank in PEFT's config; None if the config was not used.
     rslora: whether alpha is divided by the square root of the rank instead of the rank.
@@ -109,7 +109,7 @@ class Contents(Generic[Values]):
 
     modules: the adapted modules.
     unknown: names of modules and norms that no model of the family has.
-    norms: tensor name -> trained norm.
+    norms: the trained norms, keyed by tensor name.
     """
 
     kind: KindParts
@@ -197,7 +197,7 @@ def not_understood(error: BaseException, path: Path) -> AdapterError:
 
 
 def _configs(metadata: Mapping[str, str], dotted: Sequence[str], path: Path) -> dict[str, dict[str, Any]]:
-    """Return prefix of a component's module names ("unet.", or "") -> the component's config in diffusers' metadata.
+    """Return each component's config in diffusers' metadata, keyed by the prefix of its module names ("unet.", or "").
 
     Raises:
         AdapterError: lora-strength: the metadata is not a JSON object.
@@ -389,7 +389,7 @@ def _check_magnitudes(module: StoredModule[Values], path: Path) -> None:
 
 
 def _check_numbers(module: StoredModule[Values], kind: KindParts, path: Path, numbers: Numbers[Values]) -> None:
-    """Refuse numbers with which no model works, both in the tensors and in the update scaled by its strength.
+    """Refuse numbers that no model can use, both in the tensors and in the update scaled by its strength.
 
     Raises:
         AdapterError: lora-not-finite, lora-constraint, lora-parts.
@@ -453,7 +453,9 @@ def _alpha(name: str, stored: Values, path: Path, numbers: Numbers[Values]) -> f
 
 
 def _require_plausible(largest: Mapping[str, float], path: Path) -> None:
-    """Refuse tensors with values that are too large, infinite or NaN. ``largest``: tensor name -> largest magnitude.
+    """Refuse tensors with values that are too large, infinite or NaN.
+
+    ``largest``: largest magnitudes, keyed by tensor name.
 
     Raises:
         AdapterError: lora-not-finite.
@@ -469,7 +471,7 @@ def _not_finite(what: str, path: Path) -> AdapterError:
 
 
 def other_axis(module: str, shape: Sequence[int], path: Path) -> AdapterError:
-    """Return the error for a run that starts from a DoRA with one magnitude per input.
+    """Return the error for a start from a DoRA with one magnitude per input, which cannot be trained further.
 
     ``shape``: shape of the magnitudes.
     """

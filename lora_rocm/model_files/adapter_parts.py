@@ -32,7 +32,7 @@ class KindParts:
 
     name: display name ("LoRA").
     peft_type: value of ``peft_type`` in PEFT configs.
-    roles: ending of a tensor name -> role.
+    roles: the roles, keyed by the ending of a tensor name.
     """
 
     name: str
@@ -53,7 +53,7 @@ class KindParts:
         return None if ending is None else (tensor.removesuffix("." + ending), self.roles[ending])
 
     def lacking(self, roles: Collection[str]) -> list[str]:
-        """Return the roles that a module with these roles lacks."""
+        """Return the required roles that are missing from a module's ``roles``."""
         missing: list[str] = []
         for ways in self.needed:
             begun = [way for way in ways if any(role in roles for role in way)]
@@ -108,7 +108,9 @@ def kind_with(names: Iterable[str]) -> KindParts:
 
 
 def grouped(tensors: Mapping[str, Stored], path: Path, kind: KindParts, notify: Notify) -> dict[str, dict[str, Stored]]:
-    """Return all tensors of a file as module name in the file -> role -> tensor. ``notify`` is called with notices.
+    """Return all tensors of a file, keyed by the module's name in the file and then by role.
+
+    ``notify`` is called with notices.
 
     Raises:
         AdapterError: lora-kind, lora-empty, lora-parts, lora-incomplete.

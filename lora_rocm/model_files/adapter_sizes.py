@@ -15,7 +15,7 @@ NUMBERS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i"}
 
 
 def ranks_of(header: TensorFileHeader) -> Counter[int]:
-    """Return rank -> number of modules.
+    """Return the number of modules of each rank.
 
     Modules without a rank, such as LoKr with undecomposed factors, are not counted.
     """
@@ -23,7 +23,7 @@ def ranks_of(header: TensorFileHeader) -> Counter[int]:
 
 
 def alphas_of(header: TensorFileHeader, *, of_ranks: bool = False) -> dict[str, float]:
-    """Return name of the alpha tensor -> alpha.
+    """Return the alphas, keyed by the name of the alpha tensor.
 
     ``of_ranks``: only modules with a rank are included, because their alpha is divided by the rank.
 

@@ -79,7 +79,7 @@ def _rewritten() -> tuple[tuple[re.Pattern[str], str], ...]:
 
 @cache
 def _rewritten_anywhere() -> tuple[re.Pattern[str], ...]:
-    """The same patterns for a text with a name in each line."""
+    """Return the patterns of all rewriting rules, for a text with one name per line."""
     return tuple(re.compile(row.pattern, re.MULTILINE) for row in _table().rewritten)
 
 

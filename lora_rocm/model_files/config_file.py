@@ -208,7 +208,7 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 
 def mistyped(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """Return the keys with values of another type than their defaults. Null is accepted in place of a boolean."""
+    """Return the keys with values of a different type than their defaults. Null is accepted in place of a boolean."""
 
     def kind(value: object) -> type:
         return float if _is_number(value) else list if isinstance(value, list | tuple) else type(value)
@@ -224,7 +224,7 @@ def mistyped(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str
 def suspects(values: Mapping[str, Any], defaults: Mapping[str, Any], error: BaseException) -> Sequence[str]:
     """Return the keys of a config, sorted by the probability that they caused a library's error.
 
-    First come keys with a value of another type than the default, then keys named in the message by name or value,
+    First come keys with a value of a different type than the default, then keys named in the message by name or value,
     then numbers that are zero or negative.
     """
     said, odd = str(error), mistyped(values, defaults)

@@ -19,7 +19,7 @@ BASES = ("whole", "transformer")
 """Parts that a file in ``model.name_or_path`` may contain. UNets only come in whole files, language models in folders.
 """
 CLASSES = {"unet": "UNet", "transformer": "Transformer", "vae": "Autoencoder"}
-"""Part -> word in the names of its diffusers classes. Class names of other parts contain none of these words."""
+"""Word in the names of each part's diffusers classes. Class names of other parts contain none of these words."""
 INDEXES = ("model_index.json", "modular_model_index.json")
 """Names of the index file in a diffusers folder, which names the pipeline. The second is for modular pipelines."""
 BASE_JUDGED_BY = (
@@ -65,7 +65,7 @@ class Model:
     part: one of ``PARTS``, or "text encoder", "text conditioner", "vae", "embedding".
     has: beginnings of tensor names (after a prefix) that all occur in the file.
     without: beginnings of tensor names that do not occur in the file.
-    keys: value of ``model.family`` -> key of a recipe's ``model`` section that may be set to this component.
+    keys: key of a recipe's ``model`` section that may be set to this component, for each value of ``model.family``.
     """
 
     family: str
@@ -124,7 +124,7 @@ def models_in(shapes: Shapes) -> tuple[RecognisedModel, ...]:
 
 
 def model_of(shapes: Shapes) -> RecognisedModel | None:
-    """Return the model in a file; if it has only components, the first one; None if nothing is recognised."""
+    """Return the model in a file, or its first component if it has no model, or None if nothing is recognised."""
     found = models_in(shapes)
     return next((each for each in found if each.part in PARTS), found[0] if found else None)
 

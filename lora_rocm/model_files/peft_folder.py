@@ -35,7 +35,7 @@ def read_peft_config(folder: Path) -> dict[str, Any] | None:
 
 
 def peft_folders(path: Path) -> dict[str, Path]:
-    """Return component ("" for a single adapter) -> PEFT folder; empty if ``path`` is not a PEFT folder.
+    """Return PEFT folders, keyed by component ("" for a single adapter). Empty if ``path`` is not a PEFT folder.
 
     With several components, a folder is included if it has a config or weights. If either is missing, the folder is
     reported as damaged later.

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from lora_rocm.foundation.tables import read_table
 from lora_rocm.model_files.adapter_sizes import alphas_of, ranks_of
-from lora_rocm.model_files.adapters import kind_of
 from lora_rocm.model_files.header import TensorFileHeader
+from lora_rocm.model_files.recognise_adapter import kind_of
 
 UNKNOWN = "not known"
 ANY, PLAIN = "any", "LoRA"
@@ -33,7 +33,7 @@ PROGRAMS = {
     "lycoris": "LyCORIS",
     "peft": "PEFT",
 }
-"""Field of ``Readers`` -> display name of the program."""
+"""Display name of the program, for each field of ``Readers``."""
 
 
 def is_read(text: str) -> bool:
@@ -105,7 +105,7 @@ class Readers:
 
     @property
     def by_program(self) -> dict[str, str]:
-        """Field of a program -> what the program does with the file.
+        """The use of the file by each program, keyed by the program's field.
 
         Programs that the file is not meant for are omitted.
         """

@@ -25,7 +25,7 @@ READ = (
     (".input_scale", "scaled int8 or fp8"),
     (".scale_input", "ComfyUI's scaled fp8"),
 )
-"""Formats that ``base_models/stored_weights.py`` can read: part of a tensor name -> name of the format."""
+"""Formats that ``base_models/stored_weights.py`` can read: the format's name, keyed by a part of a tensor name."""
 SCALED = (
     (".SCB", "bitsandbytes in 8 bits"),
     (".qweight", "GPTQ or AWQ"),

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lora_rocm.foundation.units import count_text
 from lora_rocm.kernels.backend import implementation_for
-from lora_rocm.optim.factory import rule_of
 from lora_rocm.optim.norm_limit import NormLimit
+from lora_rocm.optim.registry import rule_of
 from lora_rocm.optim.schedule import learning_rate_factor
 from lora_rocm.optim.state_guard import StateGuard
 from lora_rocm.optim.update_rule import ParameterGroup, Scalars, TrainedWeights, other_state, shown_weights, state_name

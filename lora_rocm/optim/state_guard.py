@@ -3,8 +3,8 @@
 A flipped bit in a weight or a moment is not detected otherwise: training just continues with the wrong value. So each
 buffer that training carries from one update to the next has a fingerprint. It is computed on the device after an
 update. It is compared on the device before the next update, and before anything is saved. If a fingerprint differs, the
-optimizer is blocked; the host reads the result later. Activations are not covered, nor are gradients between the
-backward pass and the update.
+optimizer is blocked; the host reads the result later. Activations, and gradients between the backward pass and the
+update, are not covered.
 """
 
 from __future__ import annotations

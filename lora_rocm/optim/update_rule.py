@@ -86,7 +86,9 @@ class Scalars:
             ValueError: the name exists already, or the capacity is exhausted.
         """
         if name in self.views or len(self.views) == self.CAPACITY:
-            raise ValueError(f"cannot add the scalar {name!r} to {len(self.views)} others")
+            raise ValueError(
+                f"cannot add the scalar {name!r}: it exists already, or the maximum of {self.CAPACITY} is reached"
+            )
         self.views[name] = self.flat_S[len(self.views)].fill_(value)
         return self.views[name]
 

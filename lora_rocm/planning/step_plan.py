@@ -108,7 +108,7 @@ class Footprint:
         shape: shape of these samples, as text.
         cost: cost of one sample. Activations and work are proportional to it.
         weight_bytes: frozen weights, all on the GPU unless blocks are offloaded.
-        adapter_bytes: trained weights, and the gradients of a pass, moments and average.
+        adapter_bytes: trained weights with their gradients, moments and average.
         gradient_bytes: buffer that accumulates gradients. Unless kept, it is allocated after activations are freed.
         landing_bytes: staging buffer of the gradients, also allocated after activations are freed.
         blocks: the repeated blocks in forward order.
@@ -154,7 +154,7 @@ class Footprint:
         return cls(**{**value, **parts, "kernels": kernels})
 
     def with_adapter(self, smaller: SmallerAdapter) -> Footprint:
-        """Return the footprint with another adapter. Its activations are so few that they are not changed."""
+        """Return the footprint with another adapter. An adapter has so few activations that they are not adjusted."""
         return replace(
             self,
             adapter_bytes=smaller.adapter_bytes,
@@ -222,7 +222,7 @@ class StepRequirements:
         shapes: number of sample shapes. The first pass of a new shape is not captured, and needs memory in addition to
             the captured passes.
         correction: ratio of measured to counted activations.
-        all_offloaded: whether every block is offloaded, and not as few as possible.
+        all_offloaded: whether every block is offloaded, instead of as few as possible.
     """
 
     batch_size: int = 1
@@ -427,7 +427,10 @@ def _passing_bytes(footprint: Footprint, recomputed: Sequence[int], offloaded: S
 
 
 def by_worth(footprint: Footprint, rates: Rates) -> list[int]:
-    """Return the indices of blocks with kept activations, the most bytes freed per second of recomputation first."""
+    """Return the indices of blocks with kept activations, sorted by bytes freed per second of recomputation.
+
+    The highest value comes first.
+    """
     blocks = footprint.blocks
     kept = [index for index, block in enumerate(blocks) if block.kept_bytes > 0]
     return sorted(
@@ -438,7 +441,7 @@ def by_worth(footprint: Footprint, rates: Rates) -> list[int]:
 def spread(count: int, total: int) -> list[int]:
     """Return ``count`` of ``total`` block indices, evenly spread, so that other blocks compute between two fetches.
 
-    A larger choice includes every smaller one.
+    The result for a larger ``count`` includes the result for every smaller one.
     """
     bits = max(1, (total - 1).bit_length())
     order = sorted(range(total), key=lambda index: int(f"{index:0{bits}b}"[::-1], 2))

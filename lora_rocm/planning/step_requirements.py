@@ -80,7 +80,10 @@ def _allowed(modes: tuple[Mode, ...], recomputes: bool) -> tuple[Mode, ...]:
 def does_not_fit(
     recipe: Recipe, footprint: Footprint, job: StepRequirements, rates: Rates, budget_bytes: int
 ) -> UserError:
-    """Return the error for a recipe for which no plan fits. Its fix is the smallest change with which one would fit."""
+    """Return the error for a recipe for which no plan fits.
+
+    Its fix names the smallest change of the recipe with which a plan fits.
+    """
     least = smallest(footprint, job, rates)
     return UserError(
         "does-not-fit",

@@ -46,7 +46,9 @@ def main() -> int:
 
 
 def _leave_with_parent() -> None:
-    """Exit when standard input closes. It is a pipe from the parent, so no process then waits for an answer.
+    """Exit when standard input closes. Standard input is a pipe from the parent.
+
+    When it closes, no process waits for an answer any longer.
 
     The system closes the pipe whenever the parent ends, even if it is killed.
     """

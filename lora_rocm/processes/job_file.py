@@ -115,7 +115,7 @@ def job_text(name: str, job: object) -> str:
 
 
 def read_job_file(path: Path, kinds: Mapping[str, type[T]]) -> T:
-    """Return the job in a file. ``kinds``: child's name -> class of its job.
+    """Return the job in a file. ``kinds``: class of each child's job.
 
     Raises:
         MachineError: job-unreadable: the file cannot be read, or its text is invalid (see ``read_job_text``).
@@ -132,7 +132,7 @@ def read_job_text(text: str, kinds: Mapping[str, type[T]], where: str) -> T:
 
     Args:
         text: the content of a job file.
-        kinds: child's name -> class of its job. Only these jobs are accepted.
+        kinds: class of each child's job, keyed by the child's name. Only these jobs are accepted.
         where: origin of the text, for the message.
 
     Raises:

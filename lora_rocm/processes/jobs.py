@@ -173,7 +173,7 @@ class Weighed:
     """Facts about a base model that are known before it is loaded.
 
     Attributes:
-        num_bytes: component -> size in memory: trained components in the run's precision, encoders in their own.
+        num_bytes: size in memory of each component: trained components in the run's precision, encoders in their own.
         notices: messages for the user.
         files: ``FileVersion`` of each checked file, as a list. The other fields are valid while these are unchanged.
         tokenizers: limits of the text encoders' tokenizers.
@@ -392,7 +392,7 @@ CHILDREN: Mapping[str, Child] = {
     "self-test": Child("lora_rocm.checks.selftest", SelfTestJob, (ChecksEvent, CheckEvent, ResultEvent)),
     "track": Child("lora_rocm.children.tracking", TrackJob, ()),
 }
-"""Name of a child process -> description."""
+"""Descriptions of the child processes, keyed by name."""
 J = TypeVar("J")
 
 

@@ -119,7 +119,7 @@ def _lives(process: psutil.Process) -> bool:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Asked]:
-    """Yield a record of Ctrl-C, SIGTERM and the closing of the terminal, which do not end the process meanwhile.
+    """Yield a record of Ctrl-C, SIGTERM and the closing of the terminal. In this context they do not end the process.
 
     Signals are recorded in the main thread only. SIGHUP is not recorded if it is ignored, as under ``nohup``.
     """
@@ -155,10 +155,10 @@ def stop_signals() -> Iterator[Asked]:
 def own_group() -> dict[str, Any]:
     """Return Popen arguments that protect a child from Ctrl-C and the closing of the terminal.
 
-    The parent handles these.
+    The parent handles both for its children.
 
-    On Windows, closing a console ends all processes attached to it, whatever their process group. So the child gets
-    its own console, without a window.
+    On Windows, closing a console ends all processes attached to it, regardless of their process group. So the child
+    gets its own console, without a window.
     """
     if sys.platform == "win32":
         return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW}

@@ -26,7 +26,7 @@ from lora_rocm.processes.job_file import MisfitError, from_json, write_job_file
 from lora_rocm.processes.jobs import CHILDREN, RunJob, name_of, request_line
 from lora_rocm.rundir.event_types import ErrorEvent, Event
 from lora_rocm.rundir.events import EventReader
-from lora_rocm.rundir.exit_status import died, tail_bytes
+from lora_rocm.rundir.exit_status import tail_bytes, worker_died_error
 
 A = TypeVar("A")
 LOG = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def run_tool(
             fix="Run the command again; if it happens again, lora-rocm doctor lists known problems of this machine.",
         )
     if code:
-        raise died(f"The process {module}", code, log)
+        raise worker_died_error(f"The process {module}", code, log)
     return 0
 
 
@@ -155,7 +155,7 @@ class Tool:
     def send(self, request: object) -> None:
         """Write a request (``Child.requests``) to the child's standard input.
 
-        If the child has ended, nothing happens here; ``heard`` then raises the error.
+        If the child has ended, nothing happens, and ``heard`` raises the error later.
         """
         assert self.child.stdin is not None
         with contextlib.suppress(BrokenPipeError, OSError):  # Windows has OSError for a closed pipe
@@ -183,7 +183,7 @@ class Tool:
                 count -= isinstance(event, last)
             if ended and count > 0:
                 require_room(self.log.parent)
-                raise died("The process", self.child.returncode, tail_bytes(self.log, 0))
+                raise worker_died_error("The process", self.child.returncode, tail_bytes(self.log, 0))
             time.sleep(0 if count <= 0 else process.POLL_S)
 
 
@@ -259,7 +259,7 @@ def run_for_json(
         raise process.BRANCHES[done.returncode]("child-failed", said)
     with temporary_folder() as folder:
         require_room(folder)
-    raise died(f"The process {module}", done.returncode, done.stderr)
+    raise worker_died_error(f"The process {module}", done.returncode, done.stderr)
 
 
 def _last_object(output: bytes) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""``lora.rank: auto``: rank and alpha of the file that training starts from."""
+"""Resolves ``lora.rank: auto`` to the rank and alpha of the file with which training starts."""
 
 from __future__ import annotations
 

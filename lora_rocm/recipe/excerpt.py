@@ -47,7 +47,10 @@ def _span(key: str, layers: Layered) -> Span | None:
 
 
 def _marked(line: str, number: int, key: str, span: Span | None) -> tuple[int, int]:
-    """Return column and width of the value, of the key if the value is on another line, or else of no text."""
+    """Return (column, width) of the value, or of the key if the value is on another line.
+
+    The width is 0 if neither is in the line.
+    """
     if span is not None and span.line == number and span.width:
         return span.column, span.width
     name = LAST_PART.search(key)

@@ -32,7 +32,7 @@ NOT_ALLOWED = {
     "string_too_long": "is too long:",
     "string_too_short": "is empty:",
 }
-"""Words that a message has before a refused value, by type of pydantic error.
+"""Words that precede a refused value in a message, by type of pydantic error.
 
 These values have the correct type, but are not allowed.
 """

@@ -27,7 +27,7 @@ MAX_DOTS = 1000  # in a line of TOML: the library is very slow for keys with man
 ASSIGNMENT = re.compile(r"^\s*(?:export\s+|set\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=", re.MULTILINE)
 TOP_YAML_KEY = re.compile(r"^([A-Za-z_][A-Za-z0-9_]*):(?:\s|$)", re.MULTILINE)
 CODE = re.compile(r"""^[ \t"]*(?:from [\w.]+ )?import \w|"cell_type\"""", re.MULTILINE)
-"""A line of Python, or a notebook."""
+"""Matches a line of Python, or a notebook."""
 JSON_KEY = re.compile(r'"([A-Za-z_][\w.]*)"\s*:')
 YAML_KEY = re.compile(r"""^\s*(?:- )?["']?([A-Za-z_]\w*)["']?\s*:""", re.MULTILINE)
 TOML_HEADER = re.compile(r"^\s*\[{1,2}\s*([\w.-]+)\s*\]{1,2}", re.MULTILINE)
@@ -42,8 +42,8 @@ class ForeignTrainer:
     Attributes:
         file: name of the kind of file, with an article.
         trainer: id of the trainer for ``lora-rocm import``; empty if it cannot import the file.
-        any_of: keys of which the file must have at least one.
-        all_of: keys of which the file must have every one; ignored if empty.
+        any_of: the file must have at least one of these keys.
+        all_of: the file must have all of these keys; ignored if empty.
     """
 
     file: str
@@ -59,7 +59,7 @@ class ForeignScript:
     Attributes:
         text: a part of the script.
         file: name of the kind of file, with an article.
-        trainer: as in ``ForeignTrainer``.
+        trainer: see ``ForeignTrainer``.
     """
 
     text: str
@@ -107,7 +107,7 @@ def recognised(text: str, path: str, value: Any) -> Problem | None:
 
 
 def trainer_in(text: str) -> str | None:
-    """The id of the trainer that a file is a configuration of; None for a recipe, or if no known trainer has it."""
+    """Return the id of the trainer to which a configuration file belongs; None for a recipe or an unknown file."""
     try:
         value = parse_yaml(text).value
     except YamlSyntaxError:
@@ -121,7 +121,10 @@ def trainer_in(text: str) -> str | None:
 
 
 def _foreign(text: str, data: object) -> ForeignTrainer | ForeignScript | None:
-    """The first kind of file with marks that are in a file. ``data``: its content; None if it is not a mapping."""
+    """Return the first known kind of file with marks that occur in a file.
+
+    ``data``: content of the file; None if it is not a mapping.
+    """
     paths = frozenset(islice(_paths(data), MAX_KEYS))
     names = paths if isinstance(data, list) else paths | {path.rpartition(".")[2] for path in paths}
     scripts = (script for script in _table().script if script.text in text)
@@ -136,7 +139,10 @@ def _foreign(text: str, data: object) -> ForeignTrainer | ForeignScript | None:
 
 
 def _mapping(text: str) -> Any:
-    """The content of a JSON or TOML file, the keys of a damaged one or of KEY=VALUE lines; None for another file."""
+    """Return the content of a JSON or TOML file as a mapping; None for any other file.
+
+    Of a damaged file, and of lines such as KEY=VALUE, only the keys are returned.
+    """
     try:
         return parse_json(text, repeated_keys=True)
     except BadJson:
@@ -152,7 +158,7 @@ def _mapping(text: str) -> Any:
 
 
 def _keys_by_lines(text: str) -> Iterator[str]:
-    """The sections and keys of a damaged TOML file, the keys with and without the section above them."""
+    """Yield the sections and keys of a damaged TOML file, each key both with and without its section."""
     above = ""
     for line in text.splitlines():
         if (header := TOML_HEADER.match(line)) is not None:
@@ -178,7 +184,7 @@ def _paths(data: Any, above: str = "", depth: int = 0) -> Iterator[str]:
 
 
 def _is_ours(data: Any) -> bool:
-    """Whether the data is meant as a recipe, even with errors: it has ``base``, or two or more of our sections.
+    """Whether the data is meant as a recipe, even if it has errors: it has ``base``, or at least two of our sections.
 
     Unsloth's files have sections of the same names, but the name of the model in place of a section.
     """

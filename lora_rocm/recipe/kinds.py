@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.families.spec import FamilySpec
 from lora_rocm.recipe.adapter_sections import ADAPTERS, AdapterSection
 from lora_rocm.recipe.optim_sections import ARGUMENTS_KEY, OPTIMIZERS, OptimSection
@@ -61,7 +61,7 @@ class Kinds:
     def judges(self, key: tuple[str | int, ...]) -> bool:
         """Return whether an error at ``key`` can be reported although the kind of its section may be unknown.
 
-        It can if the kind is known, if all kinds have the key, or if no kind has it.
+        This is possible if the kind is known, if all kinds have the key, or if no kind has it.
         """
         named_by = kind_key(str(key[0])) if len(key) > 1 else None
         if named_by is None or named_by not in self.unknown:
@@ -101,8 +101,10 @@ def kind_key(section: str) -> tuple[str, str] | None:
     return FAMILY if section == "objective" else next((key for key in NAMED_BY if key[0] == section), None)
 
 
-def every_kind(section: str, registry: FamilyRegistry = PRODUCT) -> list[Kinds]:
-    """Return the default kinds once for every possible kind of one section, the default first.
+def every_kind(section: str, registry: FamilyRegistry = FAMILIES) -> list[Kinds]:
+    """Return one ``Kinds`` for each possible kind of a section, the default first.
+
+    Other sections have their default kind.
 
     For a section with only one kind, the list contains just the defaults.
     """
@@ -116,7 +118,7 @@ def every_kind(section: str, registry: FamilyRegistry = PRODUCT) -> list[Kinds]:
     return [default]
 
 
-def kinds_of(data: Any, registry: FamilyRegistry = PRODUCT) -> Kinds:
+def kinds_of(data: Any, registry: FamilyRegistry = FAMILIES) -> Kinds:
     """Return the kinds named in recipe data, with the default for each kind that is not named.
 
     Args:
@@ -138,7 +140,7 @@ def kinds_of(data: Any, registry: FamilyRegistry = PRODUCT) -> Kinds:
     return replace(kinds, unknown=unknown)
 
 
-def recipe_from(data: Any, registry: FamilyRegistry = PRODUCT) -> Recipe:
+def recipe_from(data: Any, registry: FamilyRegistry = FAMILIES) -> Recipe:
     """Build a recipe from data written by this program, with sections by name as in ``Recipe.model_dump``.
 
     Raises:

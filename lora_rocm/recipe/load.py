@@ -19,7 +19,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from lora_rocm.errors import LoraRocmError, Problem, RecipeError
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.names import BUILTIN, name_key, usable_stem
 from lora_rocm.foundation.terminal_text import legible, quoted
 from lora_rocm.foundation.undecodable_names import NOT_TEXT, fix_of_name
@@ -152,7 +152,7 @@ def _path_fix(path: str) -> str:
     return PATH_FIX
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: FamilyRegistry = PRODUCT) -> LoadedRecipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: FamilyRegistry = FAMILIES) -> LoadedRecipe:
     """Read, merge and validate a recipe.
 
     Args:
@@ -176,7 +176,7 @@ def load_text(
     text: str,
     found: Path,
     overrides: Sequence[str] = (),
-    registry: FamilyRegistry = PRODUCT,
+    registry: FamilyRegistry = FAMILIES,
     notices: Sequence[str] = (),
 ) -> LoadedRecipe:
     """Merge and validate the text of a recipe.
@@ -184,8 +184,8 @@ def load_text(
     Args:
         text: the text of the recipe.
         found: the path of the text, or a name for messages. A ``base`` is searched for next to it.
-        overrides: as in ``load_recipe``.
-        registry: as in ``load_recipe``.
+        overrides: see ``load_recipe``.
+        registry: see ``load_recipe``.
         notices: sentences to show before those about the recipe.
 
     Raises:
@@ -288,7 +288,7 @@ def dump_recipe(recipe: Recipe) -> str:
 def _quoted(value: Any) -> Any:
     """Return the value with all strings that contain NEXT_LINE quoted.
 
-    Unquoted, the YAML library would read them back changed.
+    Without quotes, the YAML library would change them when it reads them back.
     """
     if isinstance(value, dict):
         return {_quoted(key): _quoted(each) for key, each in value.items()}

@@ -17,7 +17,7 @@ READ_BY_SCHEDULE: Mapping[str, tuple[str, ...]] = {
     "lr_scheduler_power": ("polynomial",),
     "lr_min_ratio": ("linear", "cosine", "cosine_with_restarts", "polynomial", "rex"),
 }
-"""Key of ``optim`` -> the values of ``lr_scheduler`` that use it."""
+"""The values of ``lr_scheduler`` that use each key of ``optim``."""
 
 
 ARGUMENTS_KEY = "optimizer_args"

@@ -1,4 +1,4 @@
-"""Process the paths of a recipe: make them absolute, set defaults, list or omit them.
+"""Process the paths of a recipe: make them absolute, set defaults, list them, or remove them from the recipe.
 
 ``sections.path_rule`` marks the fields that are paths.
 """

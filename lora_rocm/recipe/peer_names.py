@@ -56,10 +56,10 @@ class TheirOptimizer:
 class PeerNames:
     """The tables of ``peer_names.toml``.
 
-    same_value: name -> our key with the same meaning and unit.
-    units: word in a key -> unit of its value.
-    number_formats: our name of a format -> the other trainers' names.
-    schedulers: other trainers' name -> the name to write in our recipe.
+    same_value: our key with the same meaning and unit, keyed by the other trainers' name.
+    units: unit of a value, keyed by a word in its key.
+    number_formats: the other trainers' names of each format, keyed by our name.
+    schedulers: the name to write in our recipe, keyed by the other trainers' name.
     optimizers: names without the module, _ and -, in lower case.
     samplings: distributions of the noise level.
     """
@@ -127,7 +127,7 @@ def _objective_advice(key: str, plain: str) -> str:
 
 
 def optimizer_of(name: str) -> tuple[str, str] | None:
-    """(our optimizer, how it differs) for another trainer's name; None if there is none like it."""
+    """Return (our optimizer, difference) for another trainer's optimizer; None if we have no similar one."""
     plain = name.strip().rpartition(".")[2].lower()
     if plain in OPTIMIZERS:
         return plain, ""

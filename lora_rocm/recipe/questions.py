@@ -61,7 +61,8 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
 def _sides_of_a_size(data: DataSection) -> tuple[int, ...] | None:
     """Return the two values of ``data.resolution`` if the user may have meant a width and a height, else None.
 
-    Two multiples of 256 with the smaller one first are taken as resolutions. Unused values are ignored too.
+    Two multiples of 256 with the smaller one first are taken as resolutions. If the values are not used, the result is
+    also None.
     """
     sides = data.resolution
     if not isinstance(sides, tuple) or len(sides) != 2:

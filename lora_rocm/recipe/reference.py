@@ -8,14 +8,14 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.recipe.family_rules import SIDES, TEXT_KEY, TOKENS_KEY
 from lora_rocm.recipe.kinds import FAMILY, NAMED_BY, Kinds, every_kind, kinds_of
 
 Schema = dict[str, Any]
 
 
-def json_schema(registry: FamilyRegistry = PRODUCT) -> dict[str, Any]:
+def json_schema(registry: FamilyRegistry = FAMILIES) -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of a recipe file, for editors.
 
     If the file has ``base``, no key is required, because the base recipe may set it, even a key that names a kind.

@@ -73,7 +73,7 @@ class RecipeRule:
 
     @cached_property
     def each(self) -> Parts | None:
-        """Key of the list for each of which entries the rule is checked, or None if it is checked once."""
+        """Key of the list with entries for which the rule is checked one by one; None if it is checked once."""
         lists = {parts[: parts.index(EACH)] for parts in self.parts if EACH in parts}
         assert len(lists) < 2, self.id
         return next(iter(lists), None)
@@ -90,7 +90,7 @@ def leaf(key: str) -> str:
 
 
 def not_both(first: str, second: str) -> RecipeRule:
-    """Return a rule against giving two keys of one section that replace each other."""
+    """Return a rule against setting both of two alternative keys of a section."""
     return RecipeRule(
         f"not-both:{first},{leaf(second)}",
         (first, second),

@@ -45,7 +45,9 @@ PREVIEW_INPUTS: Mapping[str, str] = {
     "control_image_2": "control_images_2",
     "mask": "masks",
 }
-"""Input files of a preview: key of ``PreviewPrompt`` -> key of ``SampleSection`` with the files of all prompts."""
+"""Input files of a preview. Each key of ``PreviewPrompt`` is mapped to the key of ``SampleSection`` with the files of
+all prompts.
+"""
 
 
 class PreviewPrompt(Section):
@@ -205,7 +207,7 @@ class SampleSection(Section):
         return "sample", PREVIEW_INPUTS[name], self._listed(name, key, number)[0]
 
     def _listed(self, name: str, key: str, number: int) -> tuple[int, str | None]:
-        """Return the input file for a prompt that this section lists, and its index there.
+        """Return the input file that this section lists for a prompt, and its index in the list.
 
         The file is None if there is none.
         """

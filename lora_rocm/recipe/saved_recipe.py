@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 
 from lora_rocm.errors import RecipeError
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.bounded_read import check_plain
 from lora_rocm.recipe.load import MAX_RECIPE_BYTES, load_recipe
 from lora_rocm.rundir.layout import RunDir
 
 
-def recipe_fault(run_dir: RunDir, registry: FamilyRegistry = PRODUCT) -> str:
+def recipe_fault(run_dir: RunDir, registry: FamilyRegistry = FAMILIES) -> str:
     """Return why a run's ``recipe.yaml`` cannot be used, and how to fix it, as sentences; empty if it can be used."""
     try:
         if not os.path.lexists(run_dir.recipe):

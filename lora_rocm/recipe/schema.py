@@ -309,7 +309,7 @@ class Recipe(Section):
 
 
 MOVED = {("train", name): ("objective", name) for name in ("min_snr_gamma", "noise_offset", "zero_terminal_snr")}
-"""Old place -> new place of each key that has moved. The old places are still read."""
+"""New place of each key that has moved, keyed by its old place. The old places are still read."""
 
 
 @cache

@@ -229,7 +229,7 @@ class ModelSection(Section):
 
     @property
     def parts(self) -> Mapping[str, str]:
-        """Components and tokenizers that are loaded from elsewhere: name -> file or folder."""
+        """Components and tokenizers that are loaded from elsewhere: a file or folder for each name."""
         return {key: value for key in self.part_keys if (value := getattr(self, key)) is not None}
 
     @property

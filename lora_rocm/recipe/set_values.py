@@ -1,4 +1,4 @@
-"""Values of ``--set`` as a user types them: one text for a key that takes a list."""
+"""Converts values of ``--set`` that a user typed as one text for a key that takes a list."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lora_rocm.recipe.yaml_tree import Key
 
 
 def one_as_list(key: Key, value: object) -> object:
-    """Return the value; a text for a key that takes a list of texts becomes a list of one."""
+    """Return the value. If the key takes a list of texts, convert a single text to a list."""
     return [value] if isinstance(value, str) and _takes_texts(key) else value
 
 
 def _takes_texts(key: Key) -> bool:
-    """Whether the value of a key of a section is a list of texts, and nothing else but null."""
+    """Whether a key accepts only a list of texts or null."""
     section = section_class(Recipe.model_fields[str(key[0])].annotation) if key[0] in Recipe.model_fields else None
     field = section.model_fields.get(str(key[1])) if section is not None and len(key) == 2 else None
     if field is None:

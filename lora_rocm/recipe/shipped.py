@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_rocm.errors import ModelError, UserError
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.recipe.load import load_recipe, shipped_recipes
 
@@ -43,7 +43,7 @@ class ShippedRecipe:
         return self.path.read_text(encoding="utf-8")
 
 
-def shipped(registry: FamilyRegistry = PRODUCT) -> tuple[ShippedRecipe, ...]:
+def shipped(registry: FamilyRegistry = FAMILIES) -> tuple[ShippedRecipe, ...]:
     """Return the shipped recipes by name. The demos come last, because they are not for a user's model."""
     found = [_described(path, registry.names[0]) for path in shipped_recipes().values()]
     return tuple(sorted(found, key=lambda recipe: (recipe.is_demo, recipe.name)))
@@ -59,7 +59,7 @@ def _described(path: Path, usual_family: str) -> ShippedRecipe:
     return ShippedRecipe(path.stem, family[1] if family else usual_family, first[0] if first else words, path)
 
 
-def shipped_named(name: str, registry: FamilyRegistry = PRODUCT) -> ShippedRecipe:
+def shipped_named(name: str, registry: FamilyRegistry = FAMILIES) -> ShippedRecipe:
     """Return the shipped recipe of a name, with or without ``.yaml``.
 
     Raises:
@@ -86,7 +86,7 @@ def is_for(recipe: ShippedRecipe, family: str, registry: FamilyRegistry) -> bool
 
 
 def recipe_for(
-    families: Collection[str], where: str, registry: FamilyRegistry = PRODUCT, *, pairs: bool = False
+    families: Collection[str], where: str, registry: FamilyRegistry = FAMILIES, *, pairs: bool = False
 ) -> ShippedRecipe:
     """Return the usual recipe of a model.
 

@@ -145,7 +145,7 @@ class SourceOptions(Section):
 
 
 class NamedSource(Section):
-    """A folder or a ``datasets`` source without its own options, which come from ``data``."""
+    """A folder or a ``datasets`` source without its own options: it uses the options of ``data``."""
 
     path: InputFolder | None = Field(None, description="A folder of images, with its sub-folders.")
     dataset: PathOrHubId | None = Field(

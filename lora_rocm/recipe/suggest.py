@@ -154,7 +154,7 @@ def osa_distance(first: str, second: str) -> int:
 
 
 def misspelt(name: str, key: str, recipe: type[Recipe]) -> bool:
-    """Return whether a name is a key with one typing error. It is not if it consists of known words only."""
+    """Return whether a name is ``key`` with one typing error. A name that consists only of known words is not."""
     if abs(len(name) - len(key)) > 1 or re.findall(r"\d", name) != re.findall(r"\d", key):
         return False
     of_known_words = _known_words(recipe).issuperset(_words(name))

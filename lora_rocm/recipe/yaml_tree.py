@@ -1,6 +1,6 @@
 """Parse YAML text into plain values with their line numbers.
 
-The parser uses ruamel's node tree, not its constructors. Whatever tags a file has, the result has only strings,
+The parser uses ruamel's node tree, not its constructors. The result has, for any tags in the file, only strings,
 numbers, true/false, null, lists and mappings. All problems of a file are found in one pass.
 """
 
@@ -47,7 +47,7 @@ SYNTAX_FIXES = {
     "special characters": "Remove the character; it may be invisible in an editor.",
     "deeply": "Remove brackets or levels: no key of a recipe is that deep.",
 }
-"""Words in a syntax error -> the fix to show. The first match is used."""
+"""The fix to show, keyed by words in a syntax error. The first match is used."""
 
 
 class YamlSyntaxError(Exception):
@@ -168,7 +168,7 @@ class _NodeReader:
         self.count += 1
         if self.count > MAX_NODES or len(key) > MAX_DEPTH:
             mark = node.start_mark
-            raise YamlSyntaxError("too deeply nested, or too much for a recipe", mark.line + 1, mark.column + 1)
+            raise YamlSyntaxError("nested too deeply, or too large for a recipe", mark.line + 1, mark.column + 1)
 
     def read(self, node: Node, key: Key) -> Any:
         self.counted(node, key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from dataclasses import dataclass
 
 from lora_rocm.rundir.event_log import Steps
 from lora_rocm.rundir.event_types import StepEvent
@@ -87,3 +88,27 @@ class Figures:
             self.loss.add(step.loss)
         for name, value in step.measures.items():
             self.measures[name].add(value)
+
+
+@dataclass(frozen=True)
+class RunProgress:
+    """Position and speed of a run. The fields are the ones of ``StatusDocument``."""
+
+    updates: int
+    max_train_steps: int | None
+    loss: float | None
+    rate_per_s: float | None
+    eta_s: float | None
+
+
+def progress_of(view: RunView) -> RunProgress:
+    """Return position and speed of a run."""
+    step_s = (view.seconds_per_step or 0.0) if view.is_running else 0.0
+    total = view.max_train_steps
+    return RunProgress(
+        updates=view.updates,
+        max_train_steps=total,
+        loss=Figures.of(view).loss.value,
+        rate_per_s=1 / step_s if step_s else None,
+        eta_s=step_s * (total - view.updates) if step_s and total else None,
+    )

@@ -187,8 +187,8 @@ def plot(series: Sequence[Series], x_label: str) -> Plot | None:
 def picture(path: Path, label: str, max_side_px: int = MAX_SIDE_PX) -> Picture | MissingImage:
     """Return an image file's image, reduced to ``max_side_px``, or a dash if it cannot be read.
 
-    Only PNG, the format of previews, is read. Otherwise Pillow would detect the format from the content, whatever the
-    file's name, and for some formats it would start other programs.
+    Only PNG, the format of previews, is read. Otherwise Pillow would detect the format from the content, regardless of
+    the file's name, and for some formats it would start other programs.
     """
     from PIL import Image
 

@@ -1,4 +1,4 @@
-"""The progress display of a run, which uses nothing but the run's events."""
+"""The progress display of a run. It reads only the run's events."""
 
 from __future__ import annotations
 

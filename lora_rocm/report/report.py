@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_rocm.errors import RecipeError, StorageError
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.files import write_atomic
 from lora_rocm.foundation.json_text import object_in
@@ -99,7 +99,7 @@ class ReportData:
         return self.view.run_dir
 
 
-def write_report(run_dir: RunDir, registry: FamilyRegistry = PRODUCT) -> Path:
+def write_report(run_dir: RunDir, registry: FamilyRegistry = FAMILIES) -> Path:
     """Write the report from the run's current files, and return its path.
 
     Raises:
@@ -219,7 +219,7 @@ def _file_size(path: Path) -> str:
 
 
 def _concept(facts: ReportData, headline: bool) -> ReportBox | None:
-    """The concept score's box, if ``headline`` is what ``is_headline`` returns for the score; otherwise None.
+    """Return the box for the concept score, or None if ``is_headline`` of the score differs from ``headline``.
 
     Scores for texts, which runs of earlier versions have, are not shown.
     """
@@ -303,7 +303,10 @@ def _held_out_plots(name: str, losses: list[Point], are_entropies: bool) -> Iter
 
 
 def _measures(facts: ReportData) -> dict[str, list[Point]]:
-    """Other values of the held-out samples, by name; if a step was repeated, its newest value."""
+    """Values of the held-out samples other than the loss, by name.
+
+    If a step was repeated, only its newest value is included.
+    """
     found = defaultdict[str, dict[float, float]](dict)
     for event in facts.view.all(ValidationEvent):
         for name, value in event.measures.items():

@@ -71,7 +71,7 @@ def _chosen_gpus(situation: Situation) -> str | None:
 
 
 def _miopen_folder(last: str) -> Callable[[Situation], str | None]:
-    """Return a function for the path of one of MIOpen's folders, ending in ``last``.
+    """Return a function that returns the path of one of MIOpen's folders, ending in ``last``.
 
     Each architecture and ROCm version has its own folder, because MIOpen's results for one are wrong for another.
     """

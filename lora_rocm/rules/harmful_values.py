@@ -98,7 +98,8 @@ def other_card(value: str, situation: Situation) -> bool:
 def _works(value: str, gpu: Gpu, situation: Situation) -> bool:
     """Whether an override value is harmless for this GPU.
 
-    It is if the plan sets the same value, or if torch may lack kernels for the GPU and the value is known to help.
+    It is harmless if the plan sets the same value, or if torch may lack kernels for the GPU and the value is known to
+    help.
     """
     planned = [found[1] for rule in override_rules() if (found := rule.planned(situation)) is not None]
     torch, arch = situation.facts.torch, arch_of(gpu.gfx)

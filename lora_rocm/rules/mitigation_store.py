@@ -134,9 +134,9 @@ def keep(
 ) -> None:
     """Store mitigations for the next runs on this machine, all in one write.
 
-    A repeatable mitigation is stored as often as it is in ``situation.changes``, however often this function is called.
-    A mitigation for runs of one size is stored only if the situation has a recipe. If the file cannot be written,
-    ``notify`` is called with a message and the run continues.
+    A repeatable mitigation is stored as often as it is in ``situation.changes``, even if this function is called more
+    often. A mitigation for runs of one size is stored only if the situation has a recipe. If the file cannot be
+    written, ``notify`` is called with a message and the run continues.
 
     Raises:
         KeyError: there is no mitigation with this id.

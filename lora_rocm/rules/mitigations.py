@@ -124,7 +124,7 @@ def _on_gpu(situation: Situation) -> bool:
 def _pins(situation: Situation) -> bool:
     """Whether the run pins batches.
 
-    It does if ``runtime.pin_memory`` is "yes", or if it is "auto" and pinned copies did not fail the self-test.
+    It pins them if ``runtime.pin_memory`` is "yes", or if it is "auto" and pinned copies did not fail the self-test.
     """
     asked = situation.recipe.runtime.pin_memory if situation.recipe is not None else "auto"
     fails = situation.verdict is not None and bool(situation.verdict.failed("copies.pinned"))
@@ -138,7 +138,8 @@ def _captures(situation: Situation) -> bool:
 def _convolves_without_miopen(situation: Situation) -> bool:
     """Whether the run can compute convolutions on the GPU without MIOpen.
 
-    It can if torch's own convolutions passed the self-test. See ``selftest_rules.avoids_miopen`` about tall products.
+    This requires that torch's own convolutions passed the self-test. See ``selftest_rules.avoids_miopen`` about tall
+    products.
     """
     verdict = situation.verdict
     sound = verdict is not None and verdict.passed("conv.native") and not verdict.failed("gemm.tall")
@@ -213,7 +214,7 @@ def known(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def candidates(seen: Seen, phase: str, situation: Situation) -> list[Change]:
-    """Return the mitigations that are left for a failure in ``phase``, from the mildest.
+    """Return the mitigations that are left for a failure in ``phase``, the mildest first.
 
     ``environment.plan`` decides whether a mitigation has an effect. If none is left, the run is restarted unchanged or
     ends. There is no mitigation if memory runs out while the base model is loaded, or if a loader hangs without workers
@@ -245,7 +246,7 @@ def _planned(change: Change, row: Sets) -> Callable[[Situation], str | None]:
 
 
 def _when(change: Change) -> Callable[[Situation], str]:
-    """Return a function for a text about the earlier failure for which the mitigation was stored.
+    """Return a function that describes the earlier failure for which the mitigation was stored.
 
     The text has the day and kind of the failure. It is empty if the mitigation was not stored.
     """

@@ -93,7 +93,7 @@ def _where(holds: Callable[[SelftestVerdict], object], value: str) -> Callable[[
 
 
 def _failed(*prefixes: str, dtypes: tuple[str, ...] = ()) -> Callable[[Situation], str]:
-    """Return a function for a text with the names of the first failed checks in these groups.
+    """Return a function that lists the names of the first failed checks in these groups.
 
     The text is empty if none failed. With ``dtypes``, only checks of these dtypes are named.
     """

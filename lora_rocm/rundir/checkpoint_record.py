@@ -39,7 +39,10 @@ class Position:
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """The content of ``state.json`` in a folder of files with intact headers. checksums: SHA-256 by file name."""
+    """The content of ``state.json`` in a checkpoint folder. The headers of the folder's files have been checked.
+
+    checksums: SHA-256 by file name.
+    """
 
     path: Path
     position: Position
@@ -69,9 +72,9 @@ def read_record(folder: Path) -> CheckpointRecord:
         position, facts, checksums = Position(**state["position"]), state["facts"], state["sha256"]
         counts = [position.iteration, position.updates, position.attempt, position.nonfinite_in_a_row]
         if not all(type(count) is int and 0 <= count < MAX_COUNT for count in counts):
-            raise ValueError("a position consists of counts")
+            raise ValueError("a number of the position is not a valid count")
         if not isinstance(facts, dict) or not set(checksums) <= set(FILE_OF.values()):  # else it could name any file
-            raise ValueError("a checkpoint has no such file")
+            raise ValueError("the record names a file that no checkpoint has")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise damaged(state_file, "This file is missing or damaged.") from error
     named = CHECKPOINT_NAME.match(folder.name)
@@ -114,7 +117,9 @@ def checksum_of(path: Path) -> str:
 
 
 def content_of(path: Path, max_bytes: int) -> bytes:
-    """Read a file with ``read_plain``, which allocates its size limit; the limit used here is the file's current size.
+    """Read a file with ``read_plain``, with the file's current size as the limit.
+
+    A larger limit would waste memory, because ``read_plain`` allocates as many bytes as its limit.
 
     Raises:
         OSError: see ``read_plain``.

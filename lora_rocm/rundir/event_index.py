@@ -54,7 +54,8 @@ def read_log(path: Path, *, use_index: bool = True, last_steps: int | None = Non
     Args:
         path: the event file.
         use_index: whether an index may be used.
-        last_steps: number of steps that are enough, the newest ones, or None for all. A file with an index has all.
+        last_steps: number of newest steps that must be returned, or None for all. If the file has an index, all steps
+            are returned.
 
     Raises:
         StorageError: see ``events.size_if_there``.
@@ -78,6 +79,7 @@ def read_log(path: Path, *, use_index: bool = True, last_steps: int | None = Non
     with contextlib.suppress(FileNotFoundError):
         lines = reader.lines(hash_lines if key else lambda data: None)
         log.read(lines if key or last_steps is None else _with_last_steps(lines, last_steps))
+    log.num_bytes = reader.offset
     if version is not None and reader.offset - indexed >= INDEX_FROM_BYTES:
         about = {"program": _program(), "file": asdict(version), "read_s": read_s}
         content = log.to_bytes({**about, "offset": reader.offset, "sha256": digest.hexdigest()})
@@ -140,7 +142,10 @@ def _key() -> bytes:
 
 @cache
 def _program() -> str:
-    """The version of the program. An index of another version is not used, because that may parse lines differently."""
+    """The version of the program.
+
+    An index of another version is not used, because that version may parse lines differently.
+    """
     found = hashlib.sha256(f"{__version__} {sys.byteorder}".encode("ascii"))
     for module in (event_types, event_log):
         with contextlib.suppress(OSError):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
+from pydantic import TypeAdapter
 from pydantic_core import from_json
 
 from lora_rocm.foundation.terminal_text import legible
-from lora_rocm.rundir.event_types import TYPES, Event
+from lora_rocm.rundir.event_types import TYPES, Event, StepEvent
 
 MAX_NAMES, OTHERS = 100, "..."
 BEGIN = re.compile(rb'\{"type": ?"([a-z]+)"(?:, ?|(?=\}))')
@@ -29,6 +32,29 @@ class SkippedLines:
     lines: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
     fields: Counter[str] = field(default_factory=Counter)
+
+
+STEP_BEGIN = b'{"type": "step", '
+"""The beginning of a step's line, as this version writes it."""
+
+
+def steps_of(lines: Sequence[bytes]) -> list[StepEvent] | None:
+    """Return the steps of lines that begin with ``STEP_BEGIN``, one per line. Faster than ``event_of`` for each line.
+
+    It returns None if any of the lines is not a step as this version writes it.
+    """
+    # The lines become one JSON array. A torn line cannot merge with the next one: a line break is not allowed in a
+    # JSON string, and a step contains no lists. Several steps on one line increase the number of steps.
+    try:
+        steps = _steps().validate_json(b"[{" + b",\n{".join(line[len(STEP_BEGIN) :] for line in lines) + b"]")
+    except ValueError:
+        return None
+    return steps if len(steps) == len(lines) else None
+
+
+@cache
+def _steps() -> TypeAdapter[list[StepEvent]]:
+    return TypeAdapter(list[StepEvent])
 
 
 def _count(counter: Counter[str], name: str) -> None:

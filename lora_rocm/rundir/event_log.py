@@ -15,7 +15,7 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import Any, TypeVar, overload
 
-from lora_rocm.rundir.event_line import SkippedLines, event_of
+from lora_rocm.rundir.event_line import STEP_BEGIN, SkippedLines, event_of, steps_of
 from lora_rocm.rundir.event_types import Event, StartEvent, StepEvent
 
 E = TypeVar("E", bound=Event)
@@ -31,14 +31,15 @@ _values_of = itemgetter(*WHOLE, *REAL, *NAMED)
 MAX_KEPT = 100_000
 """Maximum number of events kept per type, except for steps; the newest are kept."""
 BATCH_STEPS = 64
+"""Number of steps parsed at a time."""
 
 
 class Steps(Sequence[StepEvent]):
     """Steps of a run as columns: ``real["loss"][i]`` is the loss of step i. Indexing returns a ``StepEvent``.
 
     Attributes:
-        whole, real: the values of each field, by field name; NaN is null.
-        named: by field and name, the indices of the steps that have a value, and the values.
+        whole, real: the values of each integer or float field, keyed by field name; NaN means null.
+        named: the indices of the steps that have a value, and the values, keyed by field and then by name.
         lines: each step's line number in the file.
     """
 
@@ -139,19 +140,19 @@ class EventLog:
         current: indices of the current steps, ordered by updates. If an update was made twice (after a resume), the
             newest step is current.
         num_lines: number of lines read.
+        num_bytes: position in the file after the last complete line, set by ``event_index.read_log``.
         last_s: time of the last event, or None if there are no events.
         set_aside: counts of the skipped lines.
     """
 
     def __init__(self) -> None:
         self.steps, self.current = Steps(), array("q")
-        self.num_lines = 0
+        self.num_lines = self.num_bytes = 0
         self.last_s: float | None = None
         self.set_aside = SkippedLines()
         self._kept: dict[str, deque[tuple[int, bytes]]] = {}
         self._parsed: dict[str, list[tuple[int, Event]]] = {}
         self._current_updates = array("q")
-        self._waiting: list[tuple[int, StepEvent]] = []
 
     def all(self, kind: type[E]) -> list[E]:
         """The events of a type, in the order of the file."""
@@ -177,31 +178,47 @@ class EventLog:
 
     def read(self, lines: Iterable[bytes]) -> None:
         """Add the next lines of the file."""
+        waiting: list[bytes] = []  # consecutive steps, because many are parsed faster together
         for line in lines:
-            self.num_lines += 1
-            event = event_of(line, self.set_aside) if line else None
-            if event is None:
-                continue
-            self.last_s = event.time
-            if isinstance(event, StepEvent):
-                self._waiting.append((self.num_lines, event))
-                if len(self._waiting) >= BATCH_STEPS:
-                    self._take_steps()
-                continue
-            self._kept.setdefault(event.type, deque(maxlen=MAX_KEPT)).append((self.num_lines, line))
-            self._parsed.pop(event.type, None)
-            if isinstance(event, StartEvent):  # it continues from a checkpoint: later steps are repeated
-                self._take_steps()
-                end = bisect_right(self._current_updates, event.resumed_from or 0)
-                del self._current_updates[end:], self.current[end:]
-        self._take_steps()
+            is_step = line.startswith(STEP_BEGIN)
+            if is_step:
+                waiting.append(line)
+            if waiting and (not is_step or len(waiting) == BATCH_STEPS):
+                self._read_steps(waiting)
+                waiting = []
+            if not is_step:
+                self._read_line(line)
+        if waiting:
+            self._read_steps(waiting)
 
-    def _take_steps(self) -> None:
-        if not self._waiting:
+    def _read_steps(self, lines: Sequence[bytes]) -> None:
+        steps = steps_of(lines)
+        if steps is None:  # a line among them is damaged, or from another version
+            for line in lines:
+                self._read_line(line)
             return
-        first, steps = len(self.steps), [step for _, step in self._waiting]
-        self.steps.extend(steps, [line for line, _ in self._waiting])
-        self._waiting.clear()
+        self._take_steps(steps, range(self.num_lines + 1, self.num_lines + 1 + len(steps)))
+        self.num_lines += len(steps)
+        self.last_s = steps[-1].time
+
+    def _read_line(self, line: bytes) -> None:
+        self.num_lines += 1
+        event = event_of(line, self.set_aside) if line else None
+        if event is None:
+            return
+        self.last_s = event.time
+        if isinstance(event, StepEvent):
+            self._take_steps([event], [self.num_lines])
+            return
+        self._kept.setdefault(event.type, deque(maxlen=MAX_KEPT)).append((self.num_lines, line))
+        self._parsed.pop(event.type, None)
+        if isinstance(event, StartEvent):  # it continues from a checkpoint: later steps are repeated
+            end = bisect_right(self._current_updates, event.resumed_from or 0)
+            del self._current_updates[end:], self.current[end:]
+
+    def _take_steps(self, steps: Sequence[StepEvent], lines: Iterable[int]) -> None:
+        first = len(self.steps)
+        self.steps.extend(steps, lines)
         added = self.steps.whole["updates"][first:]
         before = self._current_updates[-1:]
         if all(one < next_ for one, next_ in pairwise(before + added)):  # no step was repeated

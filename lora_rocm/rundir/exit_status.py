@@ -14,7 +14,9 @@ TAIL_BYTES = 16384
 NTSTATUS = {0xC0000005: "access violation", 0xC00000FD: "stack overflow", 0xC0000409: "fail-fast or stack overrun"}
 
 
-def died(who: str, returncode: int, log: bytes, fix: str = "", fix_without_checkpoint: str = "") -> WorkerDiedError:
+def worker_died_error(
+    who: str, returncode: int, log: bytes, fix: str = "", fix_without_checkpoint: str = ""
+) -> WorkerDiedError:
     """Return the error for a child process that ended without reporting one. ``log``: the end of its output."""
     what = f"{who} ended without saying why: {describe_exit(returncode)}."
     if returncode in (-9, 137):

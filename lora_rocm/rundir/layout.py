@@ -389,7 +389,7 @@ class RunDir:
         return any(map(BEGUN.fullmatch, names)) or not others
 
     def require_own(self) -> None:
-        """Refuse a folder with other contents than a run, and links in place of files that are written in place.
+        """Refuse a folder that contains anything but a run, and links in place of files that are written in place.
 
         Links in place of atomically written files are allowed, because they are replaced. The directory itself may be a
         link.

@@ -1,4 +1,7 @@
-"""The model family of a run, from the text of its recipe: parsing the whole recipe takes a hundred times as long."""
+"""Finds the model family of a run in the text of its recipe.
+
+Parsing the whole recipe would take a hundred times as long.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from lora_rocm.rundir.made_from import keep_made
 
 
 def recipe_to_train(run_dir: RunDir) -> Path:
-    """The recipe file that the worker of rank 0 reads, and the other ranks that its parent starts."""
+    """The recipe file that the worker of rank 0 reads. Other ranks read it too if the same parent starts them."""
     return run_dir.recipe_asked if run_dir.recipe_asked.exists() else run_dir.recipe
 
 

@@ -20,7 +20,7 @@ def read_result_file(path: Path) -> dict[str, Any]:
     """
     value = parse_json(read_plain(path, MAX_RESULT_BYTES))
     if not _is_result(value):
-        raise BadJson("its values have other types than the result of a run")
+        raise BadJson("its values have different types than the result of a run")
     return dict(value)
 
 

@@ -79,7 +79,10 @@ def wrong_exports(run_dir: RunDir, file_formats: Iterable[str]) -> dict[str, str
 
 
 def wrong_checkpoint_loras(run_dir: RunDir) -> list[str]:
-    """Faults of the LoRA files of checkpoints, as text. A missing file is not a fault: the user deleted it."""
+    """Faults of the LoRA files of checkpoints, as text.
+
+    A missing file is not a fault, because users may delete these files.
+    """
     digests = _digests(read_result(run_dir).get("checkpoint_loras", []), run_dir.is_checkpoint_lora)
     return [fault for digest in digests if (run_dir.path / digest.path).exists() and (fault := _fault(run_dir, digest))]
 

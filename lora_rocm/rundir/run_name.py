@@ -1,7 +1,7 @@
 """The name of a run's files.
 
 ``names.json`` stores it. If that file is lost or damaged, the name is derived from other files of the run. The
-directory may come from somebody else. So a name that ``check`` would refuse is ignored, whatever file it is from.
+directory may come from somebody else. So a name that ``check`` would refuse is ignored, from any file.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class RunView:
         Args:
             run_dir: the run directory.
             use_index: whether an index of the events may be used (``event_index``).
-            last_steps: number of steps that are enough, the newest ones, or None for all.
+            last_steps: number of newest steps that must be read, or None for all.
 
         Raises:
             UserError: no-run: there is no run at this path.
@@ -100,9 +100,18 @@ class RunView:
         running = is_running(run_dir)  # first: if the run ends meanwhile, its end is still read below
         log = read_log(run_dir.events(), use_index=use_index, last_steps=last_steps)
         supervisor = read_log(run_dir.events(SUPERVISOR), use_index=use_index)
+        return cls.of_logs(run_dir, log, supervisor, is_running=running)
+
+    @classmethod
+    def of_logs(cls, run_dir: RunDir, log: EventLog, supervisor: EventLog, *, is_running: bool) -> RunView:
+        """Return the view of events that were read already: rank 0's and the supervisor's.
+
+        Raises:
+            StorageError: an event file of another rank is not a regular file.
+        """
         others = (EventReader(path, kinds=KINDS).poll() for path in run_dir.events_of_others())
         trouble = in_time(supervisor.in_order(*KINDS), [log.in_order(*KINDS), *others])
-        return cls(run_dir, log, supervisor, trouble, running)
+        return cls(run_dir, log, supervisor, trouble, is_running)
 
     def all(self, kind: type[E]) -> list[E]:
         """Rank 0's events of a type, in the order written."""
@@ -122,7 +131,9 @@ class RunView:
 
     @cached_property
     def outcome(self) -> Outcome:
-        """The run's result so far, whether or not a process still has its lock, as it has when it writes the report.
+        """The run's result so far.
+
+        It does not depend on the lock, which the process that writes the report still holds.
 
         It is finished, stopped (on request), failed (with an error or a hang), died (without an error), or prepared
         (never started).
@@ -173,7 +184,10 @@ class RunView:
 
     @cached_property
     def steps(self) -> Steps:
-        """The current steps, ordered by updates; of a step made twice (after a resume), the newest."""
+        """The current steps, ordered by update number.
+
+        If a step was repeated after a resume, only the newest one is included.
+        """
         return self.log.current_steps()
 
     @property

@@ -47,7 +47,7 @@ def _begins(path: Path, start: bytes) -> bool:
 
 @dataclass(frozen=True)
 class WholeCheckpoint:
-    """A checkpoint that a resume would use, unless a checksum not compared here differs.
+    """A checkpoint that a resume would use if the checksums that were not compared are correct.
 
     Attributes:
         updates: its step, according to its own record.

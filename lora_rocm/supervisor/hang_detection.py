@@ -124,9 +124,9 @@ class Limits:
     def stacks_after_s(self) -> dict[str, float]:
         """Return the seconds of silence after which the worker writes its stacks, for each limit.
 
-        This is half of the limit's smallest possible value. It is not less, because writing the stacks of running
-        threads reads data that they change, and can crash the process (faulthandler, CPython 3.11: each time in
-        imports).
+        This is half of the limit's smallest possible value. A shorter time would be riskier: to write the stacks,
+        faulthandler reads data that the running threads are changing. This can crash the process (with CPython 3.11,
+        always during an import).
         """
         least_s = {name: self.given_s.get(RECIPE_KEYS.get(name, name), limit.least_s) for name, limit in LIMITS.items()}
         return {name: max(seconds / 2, LEAST_STACKS_S) for name, seconds in least_s.items() if name != LEAVING}

@@ -16,7 +16,7 @@ from lora_rocm.rules.environment import plan
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import worker_process as worker_process
-from lora_rocm.supervisor.resume import LATEST, Chosen, settle_rank
+from lora_rocm.supervisor.choose_run_dir import LATEST, Chosen, settle_rank
 from lora_rocm.supervisor.tuning_runner import without
 from lora_rocm.supervisor.worker_group import End, run_workers, verdict
 from lora_rocm.supervisor.worker_process import Worker, follow

@@ -50,7 +50,7 @@ WORDS: dict[Seen, str] = {
     "attention": "an attention backend gave wrong numbers",
 }
 NO_CURE: tuple[Seen, ...] = ("loader-hang", "hang", "died")
-"""Kinds of failure for which the error's own advice applies only to a single failure, not to repeated ones."""
+"""Kinds of failure for which the error's own advice is of no use if the failure is repeated."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +119,10 @@ class History:
 
     @property
     def may_fit(self) -> bool:
-        """Whether a restarted worker might fit if no mitigation is left, because its memory is not fragmented.
+        """Whether a restarted worker might fit into memory although no mitigation is left.
 
-        It cannot fit if the previous start also ran out of memory and there was no progress. The next start would fail
-        in the same way.
+        Its memory is not fragmented. If the previous start also ran out of memory, and there was no progress, the next
+        start would fail in the same way.
         """
         last, *before = reversed(self.failures)
         if self.progress or last.changed:

@@ -21,7 +21,7 @@ from lora_rocm.rules.environment import plan
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.selftest_rules import Remedy, selftest_table
 from lora_rocm.rundir.event_types import CheckEvent, ChecksEvent, Event, ResultEvent
-from lora_rocm.rundir.exit_status import describe_exit, died
+from lora_rocm.rundir.exit_status import describe_exit, worker_died_error
 
 FAST_GROUPS = ("gemm", "attention", "training")
 """Groups of checks that depend on the variables of the profile "safe". They are also tested without these variables."""
@@ -103,7 +103,7 @@ def self_test(situation: Situation, notify: Notify, command: Command = child_com
 def store(folder: Path, verdict: SelftestVerdict) -> None:
     """Store a verdict, which ``selftest_result.stored`` reads.
 
-    For an unusable GPU, only the stored verdict is deleted, so that the test is repeated next time.
+    For an unusable GPU, nothing is stored and an earlier verdict is deleted, so that the test is repeated next time.
 
     Raises:
         StorageError: the verdict cannot be written.
@@ -290,7 +290,7 @@ def _summary(results: Sequence[Result]) -> str:
 
 def _never_began(code: int | None, log: bytes) -> MachineError:
     if code is not None:
-        return died("The self-test of the GPU", code, log)
+        return worker_died_error("The self-test of the GPU", code, log)
     return MachineError(
         "self-test-silent",
         f"The GPU (or the PyTorch for it) did not start within {START_TIMEOUT_S:.0f} s.",

@@ -54,10 +54,10 @@ class CommandBuilder(Protocol):
 
 
 def in_force(run_dir: RunDir, situation: Situation, notify: Callable[[str], None]) -> Situation:
-    """Return the situation with the changes that this run uses.
+    """Return the situation with the recipe changes that apply to this run.
 
-    Only a new run takes over the changes stored for this machine, and records them. A resumed run keeps the changes
-    that it started with, even if other runs have stored new ones since.
+    A new run uses the changes stored for this machine, and records them. A resumed run keeps the changes that it
+    started with, even if other runs have stored new ones since.
     """
     events = read_events(run_dir.events())
     trouble = trouble_of(run_dir, events)

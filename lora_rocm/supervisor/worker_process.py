@@ -37,12 +37,12 @@ from lora_rocm.processes.process import (
 from lora_rocm.processes.windows_job import JobObject
 from lora_rocm.rundir.event_types import EndEvent, ErrorEvent, Event, StartEvent
 from lora_rocm.rundir.events import EventReader
-from lora_rocm.rundir.exit_status import TAIL_BYTES, died, size_of, tail_bytes
+from lora_rocm.rundir.exit_status import TAIL_BYTES, size_of, tail_bytes, worker_died_error
 from lora_rocm.rundir.layout import RunDir
 
 LOG = logging.getLogger(__name__)
 LAST_WORDS_S = 1.0
-"""Seconds that the other workers have to report their own errors after one has failed."""
+"""Time in seconds in which the other workers can report their own errors after one has failed."""
 STOPPING = "Finishing the step and saving. Press Ctrl-C again to end at once (the last checkpoint is kept)."
 WORKER = "lora_rocm.train.worker"
 E = TypeVar("E", bound=LoraRocmError)
@@ -291,7 +291,7 @@ def _verdict(
     if last is not None:
         raise with_fitting_fix(error_from_event(last), run_dir)
     if killed:
-        raise StoppedError("killed", f"Ended at once. {last_checkpoint_text(run_dir)}")
+        raise StoppedError("killed", f"The run was killed without saving a checkpoint. {last_checkpoint_text(run_dir)}")
     run_dir.probe()  # a worker that cannot write cannot report it either
     log = run_dir.worker_log if log is None else log
     told = EventReader(log, max(log_start, size_of(log) - TAIL_BYTES), (ErrorEvent,)).poll()
@@ -299,7 +299,9 @@ def _verdict(
         if isinstance(event, ErrorEvent):  # from ``child_main``: the worker's own code was never reached
             raise with_fitting_fix(error_from_event(event), run_dir)
     advice = resume_advice(f"Run the same command with --resume latest. The whole log: {log}")
-    raise with_fitting_fix(died("The training process", returncode, tail_bytes(log, log_start), **advice), run_dir)
+    raise with_fitting_fix(
+        worker_died_error("The training process", returncode, tail_bytes(log, log_start), **advice), run_dir
+    )
 
 
 def with_fitting_fix(error: E, run_dir: RunDir) -> E:

@@ -1,4 +1,4 @@
-"""Shared by the readers of all systems: the structure of a reading, and the values that could not be read."""
+"""Code shared by the readers of all systems: the structure of a reading, and the values that could not be read."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The training process: its loop, its state, and the export."""
+"""The training process: its loop, its state and resume, and the export. The loss is in ``families.objectives``."""

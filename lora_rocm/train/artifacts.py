@@ -27,7 +27,7 @@ from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.families.common.vae import CONTROL_UNUSABLE
 from lora_rocm.foundation.files import write_json
 from lora_rocm.loader.batches import Prepared
-from lora_rocm.memory.controller import MemoryManager
+from lora_rocm.memory.manager import MemoryManager
 from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.recipe.comparison import fingerprint
 from lora_rocm.recipe.schema import Recipe

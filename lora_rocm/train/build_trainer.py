@@ -15,7 +15,7 @@ from lora_rocm.families.base import Tensors
 from lora_rocm.kernels.adapter_dropout import DropoutDraws
 from lora_rocm.loader.batch import Batch
 from lora_rocm.loader.batches import BatchPlan, loader
-from lora_rocm.memory.controller import MemoryManager
+from lora_rocm.memory.manager import MemoryManager
 from lora_rocm.memory.oom_recovery import Relief
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.checkpoint_record import Position

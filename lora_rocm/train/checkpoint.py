@@ -26,7 +26,7 @@ from lora_rocm.adapters.base import Adapter
 from lora_rocm.errors import LoraRocmError, ResumeError, StorageError, storage_error
 from lora_rocm.foundation.files import fsync_folder, is_folder, make_folder, remove, rename, write_through
 from lora_rocm.foundation.units import count_text
-from lora_rocm.optim.factory import rule_of
+from lora_rocm.optim.registry import rule_of
 from lora_rocm.optim.update_rule import shown_weights
 from lora_rocm.recipe.optim_sections import OptimSection
 from lora_rocm.rundir.checkpoint_record import (
@@ -183,7 +183,10 @@ def rotate_checkpoints(run_dir: RunDir, keep_last: int) -> None:
 
 
 def rotate_loras(run_dir: RunDir, keep_last: int | None) -> None:
-    """Keep the newest ``keep_last`` LoRA files of checkpoints (None: all). Delete the others and their embeddings."""
+    """Keep the newest ``keep_last`` LoRA files of checkpoints, or all if it is None.
+
+    Delete the others and their embeddings.
+    """
     for updates, _ in run_dir.checkpoint_loras()[: -keep_last if keep_last else 0]:
         with contextlib.suppress(OSError):  # Windows: it is open; the next rotation tries again
             run_dir.discard_lora(updates)

@@ -22,11 +22,11 @@ from lora_rocm.dataset.progress import Progress, Report
 from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.device.allocator import empty_pools
 from lora_rocm.device.torch_errors import out_of_memory
+from lora_rocm.encoded_cache.encode import Caches
+from lora_rocm.encoded_cache.encode_session import Encoding
 from lora_rocm.errors import StoppedError, resume_advice
 from lora_rocm.families.base import Drawn, LoadedModel, ModelFamily, PreviewRequest, Tensors
 from lora_rocm.foundation.files import write_atomic
-from lora_rocm.latent_cache.encode import Caches
-from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.recipe.sample_section import PreviewPrompt
 from lora_rocm.recipe.schema import Recipe, ResolvedSource
 from lora_rocm.rundir.event_types import CacheEvent

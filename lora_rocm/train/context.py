@@ -13,7 +13,7 @@ from lora_rocm.device.process_group import World
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.loader.batches import BatchPlan, Prepared
-from lora_rocm.loader.worker_pool import Workers
+from lora_rocm.loader.worker_pool import LoaderWorkers
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.run_context import RunContext
 from lora_rocm.train.checkpoint import Checkpoint
@@ -63,7 +63,7 @@ class Data:
     prepared: Prepared
     plan: BatchPlan
     max_train_steps: int
-    workers: Workers
+    workers: LoaderWorkers
     kept: DataOfCheckpoint | None = None
     watched: Watched | None = None
 

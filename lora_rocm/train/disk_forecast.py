@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lora_rocm.adapters.base import Adapter
+from lora_rocm.encoded_cache.cache import LatentCache
 from lora_rocm.errors import StoppedError, resume_advice
 from lora_rocm.export import writers
 from lora_rocm.export.metadata import RunFacts
 from lora_rocm.export.safetensors_writer import TensorFile
 from lora_rocm.families.base import ModelFamily
 from lora_rocm.foundation.units import count_text, size_text
-from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.disk_space import Free, free_bytes, require, shortage
 from lora_rocm.rundir.event_types import CacheEvent
@@ -128,8 +128,8 @@ class DiskForecast:
     def _growth(self, updates: int, saving: bool) -> tuple[int, int]:
         """The number of checkpoints and of LoRA files that will be added to the disk.
 
-        ``saving``: count at the moment when the last checkpoint has been written and the oldest is not deleted yet;
-        otherwise count later, when the result is written.
+        ``saving``: whether to count when the last checkpoint has been written and the oldest is not deleted yet. If it
+            is false, the files are counted when the result is written.
         """
         saves, keep = self._saves(updates), self.recipe.output.keep_last_loras
         there = len(self.run_dir.list_checkpoints()), len(self.run_dir.checkpoint_loras())

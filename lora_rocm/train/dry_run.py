@@ -26,7 +26,7 @@ from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import Inputs, LoadedModel, ModelFamily, family_for
-from lora_rocm.families.common.objectives.loss import losses
+from lora_rocm.families.objectives.loss import losses
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
 from lora_rocm.memory.footprint import META, inputs_on_meta, to_meta
 from lora_rocm.memory.op_counter import Ledger

@@ -17,7 +17,7 @@ from torch import Tensor
 from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.device.attention import Context
 from lora_rocm.families.base import ComputesLosses, LoadedModel, Tensors
-from lora_rocm.families.common.objectives.loss import measured
+from lora_rocm.families.objectives.loss import measured
 from lora_rocm.train.graphs import Graphs, Passed
 
 

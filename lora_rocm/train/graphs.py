@@ -229,7 +229,7 @@ class Graphs:
         self._off = True
         self.release()
         self.context.notice(
-            "Steps are no longer captured as graphs: a graph gave other gradients than the same step run eagerly."
+            "Steps are no longer captured as graphs: a graph gave different gradients than the same step run eagerly."
         )
 
     def _let_go_if_unused(self) -> None:

@@ -1,4 +1,7 @@
-"""Hooks of the training loop: checkpoints, previews, validation, TensorBoard. They act only on a confirmed state."""
+"""Hooks of the training loop: checkpoints, previews, validation, TensorBoard.
+
+A hook acts only after the host has read the verdict on the latest update.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ SCALARS = {
 
 @dataclass(frozen=True)
 class CallEvery:
-    """Calls ``before()`` and then ``action(updates)`` after every ``steps`` updates (0: never)."""
+    """Calls ``before()`` and then ``action(updates)`` after every ``steps`` updates (never if it is 0)."""
 
     steps: int
     action: Callable[[int], None]
@@ -60,7 +63,7 @@ class CallEvery:
 
 @dataclass(frozen=True)
 class Save:
-    """Writes a checkpoint with ``action(updates)`` every ``steps`` updates (0: never), and if ``clock`` is due."""
+    """Calls ``action`` to write a checkpoint every ``steps`` updates (0 means never) and when ``clock`` is due."""
 
     steps: int
     clock: SaveClock | None

@@ -16,7 +16,7 @@ from lora_rocm.device.attention import training_context
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import AdapterError, ModelError, TransferError
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
-from lora_rocm.families.common.objectives.loss import measured
+from lora_rocm.families.objectives.loss import measured
 from lora_rocm.loader.batches import BatchPlan, loader
 from lora_rocm.train.context import Data, StartContext, pins
 from lora_rocm.train.held_out import HeldOutLoss

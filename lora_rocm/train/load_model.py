@@ -12,7 +12,7 @@ from torch import nn
 
 from lora_rocm.adapters.attach import inject
 from lora_rocm.adapters.base import Adapter
-from lora_rocm.adapters.files.module_names import SD_SCRIPTS
+from lora_rocm.adapters.lora_files.key_table import SD_SCRIPTS
 from lora_rocm.adapters.training_adapter import NAME as TRAINING_ADAPTER
 from lora_rocm.adapters.training_adapter import TrainingAdapter, attach_training_adapter
 from lora_rocm.checks import kernel_check
@@ -25,7 +25,7 @@ from lora_rocm.export.writers import kohya_tensors
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.kernels.backend import implementation_for
 from lora_rocm.kernels.weight_format import use_implementation
-from lora_rocm.memory.controller import MemoryManager, decide
+from lora_rocm.memory.manager import MemoryManager, decide
 from lora_rocm.model_files.adapter_contents import IMPLAUSIBLE
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.train import compilation
@@ -112,12 +112,12 @@ def _require_finite(component: nn.Module, name: str, start: StartContext) -> Non
             return
         path, code, wrong = huge[0], "weights-implausible", "larger than any working model has"
         other_file = "Use another file: this one, or its alpha, is damaged."
-        other_base = "Download the model again, or use another edition."
+        other_base = "Download the model again, or use another version."
     else:
         path = next(path for path, is_finite in zip(weights, finite_N.tolist(), strict=True) if not is_finite)
         code, wrong = "weights-not-finite", f"that are not finite in {str(start.dtype).removeprefix('torch.')}"
         other_file = "Use another file; bf16 holds larger numbers than fp16."
-        other_base = "Download the model again, or use another edition; bf16 holds larger numbers than fp16."
+        other_base = "Download the model again, or use another version; bf16 holds larger numbers than fp16."
     if (file := _file_of(component, path, start.recipe)) is not None:
         what = f"The LoRA's weight {name}.{path} contains numbers {wrong}."
         raise AdapterError("lora-not-finite", what, where=file, fix=other_file)

@@ -181,7 +181,7 @@ class SaveClock:
 
 
 class Hook(Protocol):
-    """Acts after certain updates, and only on a confirmed state."""
+    """Acts after certain updates. The host has then read the verdict on the update, so the state is final."""
 
     def due(self, updates: int) -> bool: ...
 
@@ -395,7 +395,7 @@ class Trainer:
         if verdict.changed and (failure := self.optimizer.state_guard.failure(position.updates)):
             raise failure
         if verdict.blocked:
-            self._again(pending, own=bool(verdict.own), wrong=bool(verdict.wrong))
+            self._send_again(pending, own=bool(verdict.own), wrong=bool(verdict.wrong))
             return Outcome.RESEND
         # The batch is used; a non-finite update is skipped
         self.transfer.succeeded()
@@ -437,7 +437,7 @@ class Trainer:
         self._settled_at = now
         return Outcome.DONE
 
-    def _again(self, pending: Pending, *, own: bool, wrong: bool) -> None:
+    def _send_again(self, pending: Pending, *, own: bool, wrong: bool) -> None:
         """Handle an update that no rank made, and that may succeed when it is repeated.
 
         Raises:
@@ -488,7 +488,7 @@ class Trainer:
         if self.position.nonfinite_in_a_row >= MAX_NONFINITE_IN_A_ROW:
             raise NonFiniteError(
                 "nonfinite",
-                f"Loss or gradient was not finite {MAX_NONFINITE_IN_A_ROW} times in a row; no such update was made.",
+                f"Loss or gradient was not finite {MAX_NONFINITE_IN_A_ROW} times in a row; those updates were skipped.",
                 where=f"update {self.position.updates + 1}, samples {', '.join(pending.samples)}",
                 **resume_advice(
                     "Lower optim.learning_rate or set train.mixed_precision: no, and --resume latest --accept-changes. "

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from lora_rocm.dataset.order.batch_plan import num_batches, num_updates
 from lora_rocm.dataset.shape import SampleShape
-from lora_rocm.latent_cache.manifest import SampleStatistics
+from lora_rocm.encoded_cache.manifest import SampleStatistics
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.train.checkpoint import Checkpoint
 

@@ -8,25 +8,20 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from lora_rocm.adapters.base import Adapter
-from lora_rocm.adapters.training_adapter import NAME as TRAINING_ADAPTER
 from lora_rocm.checks.canary import Canary
 from lora_rocm.checks.graph_check import capture_on_gpu
 from lora_rocm.dataset.order.update_note import larger_updates_note
 from lora_rocm.device.encoder_speed import first_time
 from lora_rocm.device.precision import FLOATS
-from lora_rocm.device.transfer import DeviceTransfer
-from lora_rocm.errors import DataError, ResumeError
+from lora_rocm.encoded_cache.cache import LatentCache
+from lora_rocm.encoded_cache.encode_session import Encoding
+from lora_rocm.errors import DataError
 from lora_rocm.families.base import ModelFamily, family_for
 from lora_rocm.foundation.units import count_text
-from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.loader.batches import BatchPlan, Prepared, open_workers, prepare
 from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.optim.schedule import length_text
-from lora_rocm.recipe.comparison import fingerprint
 from lora_rocm.recipe.process_sections import RuntimeSection
 from lora_rocm.rundir.checkpoint_record import Position
 from lora_rocm.rundir.event_types import DataEvent, StepEvent
@@ -35,9 +30,9 @@ from lora_rocm.rundir.layout import SUPERVISOR
 from lora_rocm.rundir.recipe_file import accept
 from lora_rocm.train import compilation
 from lora_rocm.train.artifacts import Artifacts
-from lora_rocm.train.base_seal import Seals, broken, identities, seals_of
+from lora_rocm.train.base_seal import identities, seals_of
 from lora_rocm.train.build_trainer import first_pass, new_trainer
-from lora_rocm.train.checkpoint import Checkpoint, discard_newer, latest_valid, read_checkpoint, restore_threads
+from lora_rocm.train.checkpoint import Checkpoint, discard_newer, restore_threads
 from lora_rocm.train.class_images import with_class_images
 from lora_rocm.train.context import Data, StartContext, captures, encoder_placement, transfer_of
 from lora_rocm.train.disk_forecast import CacheRoom, DiskForecast
@@ -46,37 +41,10 @@ from lora_rocm.train.hooks import TensorBoard, Validation
 from lora_rocm.train.input_start import start_from_inputs
 from lora_rocm.train.load_model import choose_memory, load_model
 from lora_rocm.train.lost_images import DataOfCheckpoint, data_of_checkpoint
-from lora_rocm.train.session import Session
+from lora_rocm.train.resume import require_same_base_and_data, restore
 from lora_rocm.train.start_encoder import start_encoders
 from lora_rocm.train.usable import require_startable, require_usable
 from lora_rocm.train.watched import prepare_watched
-
-RECIPE_DIFFERS = "The recipe differs from the checkpoint's in a key that may not change."
-DATA_DIFFER = "The training data differ from the checkpoint's: samples, captions, or the encoders that encode them."
-BASE_DIFFERS = "The base model differs from the checkpoint's."
-ADAPTER_DIFFERS = "The training adapter (model.training_adapter) differs from the checkpoint's."
-
-
-def find_checkpoint(session: Session, chosen: Path | None) -> Checkpoint | None:
-    """The checkpoint to resume from: the chosen one, or the newest valid one. Damaged ones are reported and skipped.
-
-    Raises:
-        ResumeError: the chosen checkpoint is damaged.
-    """
-    run_dir = session.run_dir
-    if session.rank == 0:
-        run_dir.discard_unfinished(of_parent=False)
-    if chosen is not None:
-        checkpoint = read_checkpoint(chosen)
-        if checkpoint is None:
-            raise ResumeError(
-                "checkpoint-damaged", "This checkpoint is damaged.", where=str(chosen), fix="Use --resume latest."
-            )
-        return checkpoint
-    found, damaged = latest_valid(run_dir)
-    for path in damaged:
-        session.context.notice(f"The checkpoint {path.name} is damaged and was skipped.")
-    return found
 
 
 def train(start: StartContext) -> tuple[bool, int]:
@@ -186,8 +154,8 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
     assert model.placement is not None, "load_model places it"
     position, seals = Position(), seals_of(model.placement.fingerprints())
     if checkpoint is not None:
-        seals = _require_same_base_and_data(start, data, family, checkpoint, seals)
-        position = _restore(checkpoint, transfer, adapter, optimizer)
+        seals = require_same_base_and_data(start, data, family, checkpoint, seals)
+        position = restore(checkpoint, transfer, adapter, optimizer)
     start.world.require_same("the base model", {"base model": family.base_facts()["identity"], **seals})
     if start.world.is_first:  # only when nothing can be refused later
         accept(session.run_dir)
@@ -311,49 +279,3 @@ def _runtime(start: StartContext) -> RuntimeSection:
     """The recipe's runtime section, with at most as many loader workers as the settings allow."""
     runtime, most = start.recipe.runtime, start.settings.loader_workers
     return runtime if most is None else runtime.model_copy(update={"workers": min(runtime.workers, most)})
-
-
-def _require_same_base_and_data(
-    start: StartContext, data: Data, family: ModelFamily, checkpoint: Checkpoint, seals: Seals
-) -> Seals:
-    """Refuse a checkpoint with a different base, data or recipe; return the base seals for the next checkpoint.
-
-    Raises:
-        ResumeError: recipe, data or base model differ from the checkpoint's.
-    """
-    facts, before = checkpoint.facts, checkpoint.facts.get("base_seals")
-    compared = [("recipe", fingerprint(start.recipe), RECIPE_DIFFERS)]
-    if before is None:
-        start.context.notice(
-            "The checkpoint was written by an earlier version, which named base and images differently: whether they "
-            "are the same was not checked."
-        )
-    else:
-        compared += [("data", data.identity(), DATA_DIFFER), ("base", family.base_facts()["identity"], BASE_DIFFERS)]
-    found = [(key, what, "") for key, now, what in compared if facts[key] != now]
-    for name in broken(before or {}, seals):
-        own = name.startswith(TRAINING_ADAPTER)
-        found.append(("training-adapter", ADAPTER_DIFFERS, "") if own else ("base", BASE_DIFFERS, f", {name}"))
-    for key, what, more in found:
-        if not start.accept_changes:
-            raise ResumeError(
-                f"resume-{key}-changed",
-                what,
-                where=f"{checkpoint.path}{more}",
-                fix="Undo the change, start a new run, or continue anyway with --accept-changes.",
-            )
-    return seals if found else {**(before or {}), **seals}
-
-
-def _restore(checkpoint: Checkpoint, transfer: DeviceTransfer, adapter: Adapter, optimizer: GatedOptimizer) -> Position:
-    """Load a checkpoint's tensors through the checked transfer, and return the run's position."""
-
-    def sent(part: str) -> dict[str, Tensor]:
-        return {
-            name: transfer.send_checked(tensor, f"{part} {name}")
-            for name, tensor in checkpoint.part_to_resume(part).items()
-        }
-
-    adapter.load(sent("adapter"))
-    optimizer.load(sent("optimizer"), sent("ema") if optimizer.ema else None)
-    return checkpoint.position

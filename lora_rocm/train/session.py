@@ -31,7 +31,7 @@ class Session:
         run_dir: the run directory, locked by this process.
         watch_parent: whether to exit when standard input ends.
         stacks_after_s: by activity, seconds of silence after which the stacks of all threads are written
-            (``supervisor.hang_detection.Limits.stacks_after_s``); None: never.
+            (``supervisor.hang_detection.Limits.stacks_after_s``), or None to write none.
         rank: the rank of this process; each rank has its own files.
     """
 

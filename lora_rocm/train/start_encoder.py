@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from lora_rocm.adapters.attach import inject
-from lora_rocm.adapters.files.lora_reader import files_of
+from lora_rocm.adapters.lora_files.lora_reader import files_of
 from lora_rocm.adapters.training_adapter import attach_training_adapter
 from lora_rocm.dataset.entry_spec import EntrySpec
 from lora_rocm.device.placement.base import Placement

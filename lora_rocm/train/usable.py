@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lora_rocm.adapters import new_tokens, trained_norms
 from lora_rocm.adapters.attach import inject_on_meta, start_entries
-from lora_rocm.adapters.files.lora_reader import files_of
+from lora_rocm.adapters.lora_files.lora_reader import files_of
 from lora_rocm.adapters.training_adapter import attach_training_adapter
 from lora_rocm.base_models.random_weights import RandomSource
 from lora_rocm.base_models.small_tensors import require_finite
@@ -24,7 +24,7 @@ from lora_rocm.dataset.captions.caption_length import TokenLimit
 from lora_rocm.errors import ModelError, UserError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
 from lora_rocm.families.common.latent_family import LatentFamily
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.families.spec import FamilySpec
 from lora_rocm.processes.jobs import BaseVerdict
 from lora_rocm.recipe.kinds import recipe_from
@@ -49,7 +49,7 @@ def require_usable(family: ModelFamily, recipe: Recipe) -> Base:
     """Check a recipe's base, reading only its configs, headers, tokenizers and small tensors.
 
     Raises:
-        ModelError: the base is missing, damaged, of another family than the recipe's, or cannot be trained.
+        ModelError: the base is missing, damaged, not of the recipe's family, or cannot be trained.
     """
     files = family.examine()
     skeletons, limits = {name: family.skeleton(name) for name in family.all_components}, family.token_limits()
@@ -60,7 +60,7 @@ def require_usable(family: ModelFamily, recipe: Recipe) -> Base:
     return Base(files, skeletons, limits)
 
 
-def judged(path: Path, spec: FamilySpec, registry: FamilyRegistry = PRODUCT) -> BaseVerdict:
+def judged(path: Path, spec: FamilySpec, registry: FamilyRegistry = FAMILIES) -> BaseVerdict:
     """Check whether a path is a usable base of a family, in any of the family's variants."""
     found = [_of_variant(path, spec, variant, registry) for variant in _variants(spec)]
     return next((each for each in found if not each.refusal), found[0])

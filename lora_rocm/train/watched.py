@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from lora_rocm.encoded_cache.encode_session import Encoding
 from lora_rocm.families.base import ModelFamily, family_for
 from lora_rocm.foundation.units import count_text
-from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.loader.batches import Prepared, open_workers, prepare
-from lora_rocm.loader.worker_pool import Workers
+from lora_rocm.loader.worker_pool import LoaderWorkers
 from lora_rocm.recipe.schema import Recipe
 
 
@@ -21,7 +21,7 @@ class Watched:
 
     family: ModelFamily
     prepared: Prepared
-    workers: Workers
+    workers: LoaderWorkers
 
 
 def prepare_watched(recipe: Recipe, encoding: Encoding) -> Watched | None:

@@ -25,7 +25,7 @@ from lora_rocm.device.precision import choose_device, compute_dtype, describe
 from lora_rocm.device.process_group import World, join
 from lora_rocm.device.torch_errors import settle, translated
 from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageError, resume_advice
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.files import refuse_link
 from lora_rocm.foundation.output_stream import outliving_stdout
 from lora_rocm.foundation.packages import imported, versions_of
@@ -52,7 +52,7 @@ PACKAGES = ("diffusers", "peft", "transformers", "triton", "triton-rocm", "pytor
 """Packages, in addition to torch, that a step's results depend on. Some torch wheels rename Triton."""
 
 
-def main(arguments: list[str] | None = None, registry: FamilyRegistry = PRODUCT) -> int:
+def main(arguments: list[str] | None = None, registry: FamilyRegistry = FAMILIES) -> int:
     """Lock the run directory, train, and convert every error to an event; return the exit code."""
     parser = argparse.ArgumentParser(prog="lora_rocm.train.worker")
     parser.add_argument("run_dir", type=Path)
@@ -125,7 +125,7 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
     # Heavy imports, only once the lock is held and errors can be recorded
     from lora_rocm.checks.attention_routes import checked_attention
     from lora_rocm.families.base import family_for
-    from lora_rocm.train import pipeline
+    from lora_rocm.train import pipeline, resume
     from lora_rocm.train.context import StartContext
 
     family_for(recipe)
@@ -140,7 +140,7 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
         # Before the first encoder computes with it
         settings = checked_attention(settings, device, (dtype, torch.float32), session.context)
         world = join(me, device, session.context.beat)
-        checkpoint = pipeline.find_checkpoint(session, options.checkpoint)
+        checkpoint = resume.find_checkpoint(session, options.checkpoint)
     session.emit(
         StartEvent(
             pid=os.getpid(),

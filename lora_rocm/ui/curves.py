@@ -42,7 +42,7 @@ def smoothed(curve: Curve, weight: float) -> Curve:
 def reduced(curve: Curve, points: int) -> Curve:
     """Return at most about ``points`` points: of each stretch of the curve its lowest and its highest.
 
-    So no peak disappears, however long the run is. The first and the last point are kept.
+    So no peak disappears, also in a long run. The first and the last point are kept.
     """
     points = min(max(points, 4), MAX_POINTS)
     if len(curve) <= points:

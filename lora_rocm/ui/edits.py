@@ -132,7 +132,7 @@ class Edits:
     def _write(self, path: Path, content: bytes | None) -> None:
         try:
             if content is None:
-                path.unlink(missing_ok=True)
+                remove(path)
             else:
                 write_atomic(path, content)
         except OSError as error:

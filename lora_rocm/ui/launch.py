@@ -1,4 +1,4 @@
-"""Starts training in a process of its own, as a terminal does: it outlives the page and its server.
+"""Starts training in its own process, as a terminal does: it outlives the page and its server.
 
 The process is ``lora-rocm train`` or ``lora-rocm resume``, with its own supervisor. Its output goes to a file in the
 program's own folder, which the page shows if the process ends before the run has recorded why.
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lora_rocm.errors import UserError, storage_error
 from lora_rocm.foundation.bounded_read import check_plain
-from lora_rocm.foundation.files import make_folder
+from lora_rocm.foundation.files import make_folder, open_in_place
 from lora_rocm.foundation.safe_path import python_command, python_environment
 from lora_rocm.hardware.app_dir import own_app_dir
 from lora_rocm.processes.process import own_group
@@ -40,7 +40,7 @@ class Launched:
         return self.process.poll()
 
     @property
-    def said(self) -> str:
+    def end_of_output(self) -> str:
         """The end of its output."""
         try:
             size = check_plain(self.output, 1 << 40)
@@ -110,7 +110,7 @@ class Launches:
                 raise UserError("run-is-running", "This run is running already.", where=str(run_dir), fix=fix)
             try:
                 make_folder(output.parent)
-                with output.open("wb") as log:
+                with open_in_place(output, again=True) as log:
                     process = subprocess.Popen(
                         python_command("-m", "lora_rocm", *words),
                         cwd=working,

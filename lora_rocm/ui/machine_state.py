@@ -8,22 +8,41 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lora_rocm.commands.doctor import DoctorResult
+    from lora_rocm.commands.doctor import DoctorResult, Examined
+    from lora_rocm.doctor.finding import Finding
 
 FRESH_S = 60.0
 """Age up to which findings are shown again, so that pages after one another examine the machine once."""
 
 
+@dataclass(frozen=True)
+class ExaminedMachine:
+    """An examined machine.
+
+    Attributes:
+        result: the document of ``lora-rocm doctor``.
+        sizes: amounts of memory and disk in bytes, with the key of the text that names each (``machine.size.KEY``).
+    """
+
+    result: DoctorResult
+    sizes: tuple[tuple[str, int], ...]
+
+    @property
+    def worst(self) -> Finding | None:
+        """The most harmful finding; None if there are only notes."""
+        return None if self.result.healthy else self.result.findings[0]
+
+
 @dataclass
 class _Kept:
-    found: DoctorResult | None = None
+    found: ExaminedMachine | None = None
     at_s: float = 0.0
 
 
 _kept, _lock = _Kept(), threading.Lock()
 
 
-def examined(*, afresh: bool = False) -> DoctorResult:
+def examined(*, afresh: bool = False) -> ExaminedMachine:
     """Return what ``doctor`` finds on this machine without the self-test.
 
     Args:
@@ -36,5 +55,20 @@ def examined(*, afresh: bool = False) -> DoctorResult:
 
     with _lock:
         if _kept.found is None or afresh or time.monotonic() - _kept.at_s > FRESH_S:
-            _kept.found, _kept.at_s = result_of(doctor(quick=True)), time.monotonic()
+            found = doctor(quick=True)
+            _kept.found, _kept.at_s = ExaminedMachine(result_of(found), _sizes(found)), time.monotonic()
         return _kept.found
+
+
+def _sizes(found: Examined) -> tuple[tuple[str, int], ...]:
+    facts, gpu = found.situation.facts, found.situation.gpu
+    shared = gpu is not None and gpu.integrated is True
+    gpu_bytes = None if gpu is None else gpu.vram_bytes
+    if shared and gpu is not None and gpu.gtt_bytes:
+        gpu_bytes = max(gpu_bytes or 0, gpu.gtt_bytes)
+    sizes = {
+        "shared" if shared else "gpu": gpu_bytes,
+        "main": facts.memory_bytes,
+        "disk": facts.disk_free_bytes,
+    }
+    return tuple((key, num_bytes) for key, num_bytes in sizes.items() if num_bytes)

@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lora_rocm.errors import LoraRocmError
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.json_text import parse_json
+from lora_rocm.report.figures import RunProgress, progress_of
 from lora_rocm.report.incident_texts import promise, trouble_text
 from lora_rocm.rundir.event_types import (
     ChangeEvent,
@@ -27,9 +27,6 @@ from lora_rocm.rundir.run_view import RunView
 from lora_rocm.telemetry.numbers import long_text
 from lora_rocm.ui.launch import Launched
 from lora_rocm.ui.run_phases import ShownPhase, activity_of, phases_of
-
-if TYPE_CHECKING:
-    from lora_rocm.commands.status import RunProgress
 
 SILENT_S = 60.0
 """Time without an event after which the page names it."""
@@ -79,8 +76,6 @@ class ShownDetails:
 
 def details_of(view: RunView, launched: Launched | None) -> ShownDetails:
     """Return the state of a run. ``launched``: the process that this server started for it, or None."""
-    from lora_rocm.commands.status import progress_of
-
     running, latest_s = view.is_running, view.latest_s
     silent_s = time.time() - latest_s if running and latest_s is not None else None
     beat = read_heartbeat(view.run_dir.heartbeat()) if running else None
@@ -93,7 +88,7 @@ def details_of(view: RunView, launched: Launched | None) -> ShownDetails:
         running and view.run_dir.stop.exists(),
         silent_s if silent_s is not None and silent_s > SILENT_S else None,
         [long_text(reading) for reading in view.readings if isinstance(reading, TelemetryEvent)] if running else [],
-        launched.said if failed and launched is not None else "",
+        launched.end_of_output if failed and launched is not None else "",
         not running and view.state != "finished" and view.run_dir.recipe.is_file(),
     )
 
@@ -110,7 +105,7 @@ class Story:
 
 @dataclass(frozen=True)
 class Stories:
-    """The incidents of a run. meaning: what they mean for the result; empty if there are none."""
+    """The incidents of a run. meaning: their effect on the result; empty if there are none."""
 
     found: Sequence[Story]
     num_more: int
@@ -122,7 +117,7 @@ def stories_of(view: RunView) -> Stories:
     trouble = [(event.time, _story(event, trouble_text(event))) for event in view.trouble]
     handled = [(event.time, _handled(event)) for event in view.all(IncidentEvent) if event.kind != "fp16-overflow"]
     notices = [(event.time, _story(event, event.text)) for event in view.all(NoticeEvent)]
-    found = sorted([*trouble, *handled, *notices], key=lambda pair: pair[0], reverse=True)
+    found = sorted([*trouble, *handled, *notices], key=lambda pair: pair[0])[::-1]  # of one time, the last one first
     stories = [story for _, story in found[:MAX_STORIES]]
     return Stories(stories, len(found) - len(stories), promise(view.trouble) if view.trouble else "")
 
@@ -190,9 +185,15 @@ def result_paths(view: RunView) -> list[Path]:
         return []
 
 
-def log_end(run_dir: RunDir) -> str:
-    """Return the end of the worker's log; empty if there is none."""
-    path = run_dir.worker_log
+def logs_of(run_dir: RunDir) -> list[tuple[int, str]]:
+    """Return the ends of the workers' logs, each with its rank. A run on one GPU has one worker."""
+    ranks = sorted({0, *(rank for rank, _ in run_dir.worker_locks())})
+    return [(rank, text) for rank in ranks if (text := log_end(run_dir, rank))]
+
+
+def log_end(run_dir: RunDir, rank: int = 0) -> str:
+    """Return the end of a worker's log; empty if there is none."""
+    path = run_dir.log_of(rank)
     try:
         if not (path.is_file() and run_dir.holds(path)):
             return ""

@@ -11,8 +11,8 @@ from training import Clock, Draws, Graphed, backward, half, optimise
 from z_image import SHIFT, Parts
 
 from lora_rocm.families.common.caption_lm import REAL, STATES
-from lora_rocm.families.common.objectives.base import LatentSpace
-from lora_rocm.families.common.objectives.flow import FlowObjective, shifted
+from lora_rocm.families.objectives.base import LatentSpace
+from lora_rocm.families.objectives.flow import FlowObjective, shifted
 from lora_rocm.families.z_image.family import TEMPLATE
 from lora_rocm.families.z_image.forward import CAPTION_MULTIPLE, PATCH, predicted
 from lora_rocm.recipe.sections import FlowSection

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from lora_rocm.adapters import new_tokens
 from lora_rocm.adapters.attach import inject
 from lora_rocm.dataset.entry_spec import CAPTION
+from lora_rocm.encoded_cache.encode_session import plain_placement
 from lora_rocm.errors import AdapterError, UserError
 from lora_rocm.export.metadata import RunFacts
 from lora_rocm.families.base import family_for
 from lora_rocm.families.common import clip
-from lora_rocm.latent_cache.encode_session import plain_placement
 from lora_rocm.recipe.adapter_sections import NewToken
 from lora_rocm.rundir.layout import RunDir, embeddings_of
 from tests.event_lines import read_events

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lora_rocm.adapters.files.lora_reader import components_of, read_lora
-from lora_rocm.adapters.files.module_names import KeyTable, adaptable, canonical, main_component
+from lora_rocm.adapters.lora_files.key_table import KeyTable, adaptable, canonical, main_component
+from lora_rocm.adapters.lora_files.lora_reader import components_of, read_lora
 from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.commands.inspect_file import inspect
 from lora_rocm.errors import AdapterError
@@ -47,7 +47,7 @@ def hollow(name: str) -> tuple[Any, dict[str, Any]]:
         {"flux": write_tiny_flux, "anima": write_tiny_anima}[name](folder)
     base = BUILTIN.get(name, str(folder))
     family = family_for(tiny_recipe(base, model={"family": name}))
-    parts = {part: family.skeleton(part) for part in family.files.prefixes}
+    parts = {part: family.skeleton(part) for part in family.lora_file_names.prefixes}
     rmtree(folder.parent)
     return family, parts
 
@@ -65,7 +65,7 @@ def spelled(name: str) -> dict[str, list[Module]]:
     for component, root in components.items():
         for path, layer in adaptable(root):
             shape = tuple(dense_shape(layer))
-            add("our own", family.files.key(component, path), shape)
+            add("our own", family.lora_file_names.key(component, path), shape)
             if name == "causal-lm":
                 add("PEFT", f"base_model.model.{path}", shape)
                 add("bare", path, shape)
@@ -95,7 +95,7 @@ def of_original(name: str) -> dict[str, list[Module]]:
     def add(spelling: str, key: str, shape: tuple[int, ...]) -> None:
         found.setdefault(spelling, []).append((key, shape))
 
-    originals = KeyTable({main: components[main]}, family.files.original)
+    originals = KeyTable({main: components[main]}, family.lora_file_names.original)
     for key, parts in originals.parts.items():
         shape = originals.shapes[key]
         for prefix in ("diffusion_model.", "", "diffusion_model._orig_mod."):
@@ -390,7 +390,7 @@ def test_a_file_without_alphas_is_read_at_strength_1_and_says_so(tmp_path: Path)
 
 
 def test_a_dora_of_ai_toolkit(tmp_path: Path) -> None:
-    """In names of PEFT it is of strength 1; in kohya's, ai-toolkit leaves the alphas out, whatever they are."""
+    """In names of PEFT it is of strength 1; in kohya's, ai-toolkit leaves the alphas out, of any value."""
     family, components = hollow("flux")
     module, magnitudes = "transformer.transformer_blocks.0.attn.to_q", torch.arange(1.0, 33.0)
     path = tmp_path / "x.safetensors"

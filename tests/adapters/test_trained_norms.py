@@ -70,7 +70,7 @@ def test_they_are_trained_written_and_read_back(folder: Path, tmp_path: Path) ->
     # LyCORIS' code writes the file's norms into the base
     by_lycoris = family.load(torch.float32, CPU)
     modules = by_lycoris.components["unet"].named_modules()
-    own = {family.files.key("unet", name): module for name, module in modules if type(module) in KINDS}
+    own = {family.lora_file_names.key("unet", name): module for name, module in modules if type(module) in KINDS}
     for key, norm in own.items():
         with torch.no_grad():
             parts = (tensors[f"{key}.{role}"] for role in ("w_norm", "b_norm"))

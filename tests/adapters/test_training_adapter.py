@@ -19,7 +19,7 @@ from lora_rocm.device.placement.base import Resident
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, family_for
-from lora_rocm.families.common.objectives.loss import losses
+from lora_rocm.families.objectives.loss import losses
 from lora_rocm.memory.footprint import meta_model
 from lora_rocm.train.base_seal import seals_of
 from tests.families.flux.test_family import CHANNELS, CPU, base, family_of, random_text

@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from lora_rocm.base_models import loading
 from lora_rocm.base_models import meta_components as room
 from lora_rocm.base_models.loading import BaseSource
+from lora_rocm.encoded_cache.encode_session import plain_placement
 from lora_rocm.errors import ModelError
-from lora_rocm.families.common.objectives.loss import losses
 from lora_rocm.families.common.unet import detect
-from lora_rocm.families.registry import PRODUCT
+from lora_rocm.families.objectives.loss import losses
+from lora_rocm.families.registry import FAMILIES
 from lora_rocm.families.sdxl.family import EXPECTED, LAYOUT, Sdxl
-from lora_rocm.latent_cache.encode_session import plain_placement
 from lora_rocm.rundir.layout import RunDir
 from tests.tiny_models import (
     caption_encoder,
@@ -260,7 +260,7 @@ def test_looking_knows_from_which_tensors_each_is_made(single: tuple[Path, Path]
 
 def test_full_size_is_looked_at_in_a_moment(hollow: Path) -> None:
     source = BaseSource("x", LAYOUT, LAYOUT.configs, None, hollow)
-    assert detect.check(source, EXPECTED, PRODUCT) == ()
+    assert detect.check(source, EXPECTED, FAMILIES) == ()
 
 
 def test_names_of_old_libraries(tmp_path: Path, pipeline: StableDiffusionXLPipeline) -> None:

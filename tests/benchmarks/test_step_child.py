@@ -18,7 +18,7 @@ from benchmarks.training_step.setup import open_bench, recipe_for
 from lora_rocm.checks import kernel_check
 from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.hardware.settings import Settings
-from lora_rocm.memory.controller import MemoryManager
+from lora_rocm.memory.manager import MemoryManager
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.run_context import NOBODY

@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_rocm.cache_store import entry_file, maintenance
-from lora_rocm.commands import cache_text
+from lora_rocm.commands import cache_report
 from lora_rocm.dataset.entry_spec import TensorSpec
+from lora_rocm.encoded_cache.cache import CacheEntryBad, LatentCache, entry_key
 from lora_rocm.errors import StorageError, UserError
-from lora_rocm.latent_cache.cache import CacheEntryBad, LatentCache, entry_key
 from tests.program import snapshot
 from tests.wording import holds, phrase, saying, says, worded
 
@@ -53,13 +53,13 @@ def flip(path: Path, at: int = -3) -> None:
 def verified(cache: LatentCache) -> tuple[int, str]:
     said: list[str] = []
     found = maintenance.verify(cache.root, said.append)
-    return found.exit_code, "\n".join([*said, cache_text.verified_text(found)])
+    return found.exit_code, "\n".join([*said, cache_report.verified_text(found)])
 
 
 def pruned(cache: LatentCache, older_than_days: float | None = None, dry_run: bool = False) -> str:
     said: list[str] = []
     found = maintenance.prune(cache.root, said.append, older_than_days=older_than_days, dry_run=dry_run)
-    return "\n".join([*said, cache_text.pruned_text(found)])
+    return "\n".join([*said, cache_report.pruned_text(found)])
 
 
 def test_entries_of_any_name_are_looked_after(cache: LatentCache) -> None:
@@ -135,7 +135,7 @@ def test_a_flipped_bit_anywhere_is_found_or_harmless(tmp_path_factory: pytest.Te
 
 
 def test_many_bad_ones_are_counted_not_listed(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_text, "MAX_NAMED", 2)
+    monkeypatch.setattr(cache_report, "MAX_NAMED", 2)
     for key in KEYS:
         flip(file_of(cache, key))
     _, said = verified(cache)
@@ -353,7 +353,7 @@ def test_stats(tmp_path: Path) -> None:
     (tmp_path / "latents" / "ab").mkdir(parents=True)
     (tmp_path / "latents" / "ab" / "x.safetensors").write_bytes(b"x" * 2048)
     (tmp_path / "weights.json").write_bytes(b"{}")
-    text = cache_text.stats_text(maintenance.stats(tmp_path))
+    text = cache_report.stats_text(maintenance.stats(tmp_path))
     assert "latents: 1 file, 2.0 KiB" in text and "(top): 1 file, 2 B" in text
 
 
@@ -374,4 +374,4 @@ def test_one_entry_at_a_time_is_in_memory(tmp_path: Path) -> None:
 def test_names_that_steer_a_terminal(tmp_path: Path) -> None:
     cache = fill(tmp_path / "a\x1b[31m\nb", KEYS[:1])
     flip(file_of(cache, KEYS[0]))
-    assert "\x1b" not in verified(cache)[1] + pruned(cache) + cache_text.stats_text(maintenance.stats(cache.root))
+    assert "\x1b" not in verified(cache)[1] + pruned(cache) + cache_report.stats_text(maintenance.stats(cache.root))

@@ -33,7 +33,7 @@ pytestmark = [
 def test_a_sound_gpu_passes(capsys: pytest.CaptureFixture[str]) -> None:
     said: list[str] = []
     started = time.monotonic()
-    found = run_checks(["--device", "cuda"], os.environ, said.append)
+    found = run_checks(SelfTestJob(), os.environ, said.append)
     seconds = time.monotonic() - started
     slowest = sorted(found, key=lambda result: -result.seconds)[:10]
     lines = [
@@ -95,7 +95,7 @@ def test_wrong_copies_are_noticed(damage: Callable[[Tensor], Tensor]) -> None:
         (selftest_copies.send, read, "to the host"),
     ):
         found = [run_check(check, GPU)[0] for check in copy_checks(GPU, there, back) if check.name.endswith("1MiB")]
-        assert all(result.status == "failed" and result.detail.startswith(words) for result in found), found
+        assert all(result.status == "failed" and words in result.detail for result in found), found
 
 
 def test_memory_that_was_poisoned_is_what_the_next_tensor_gets() -> None:

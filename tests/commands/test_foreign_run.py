@@ -16,7 +16,7 @@ from ruamel.yaml import YAML
 
 from lora_rocm.cache_store.maintenance import holds_cache
 from lora_rocm.commands import chat as chat_command
-from lora_rocm.families.registry import PRODUCT
+from lora_rocm.families.registry import FAMILIES
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.paths import with_default_outputs
 from lora_rocm.recipe.sections import path_rule
@@ -38,8 +38,8 @@ runtime: {device: cpu}
 """
 TRAIN_OR_ONLY_READ = {
     "commands.bench", "commands.check", "commands.env", "commands.plan", "commands.start_run", "commands.train",
-    "commands.tune", "train.worker", "supervisor.resume", "supervisor.run_recipe", "children.tracking", "report.report",
-    "recipe.saved_recipe", "recipe.shipped", "commands.recipe_filling", "api",
+    "commands.tune", "train.worker", "supervisor.choose_run_dir", "supervisor.run_recipe", "children.tracking",
+    "report.report", "recipe.saved_recipe", "recipe.shipped", "commands.recipe_filling", "api",
 }  # fmt: skip
 """Modules that get a recipe that the user names, or write nothing that it decides."""
 
@@ -214,11 +214,11 @@ def test_the_cache_of_the_recipe_is_used_only_if_it_is_one(
     except OSError:
         pytest.skip("no links may be made here")
     assert holds_cache(place) is (kind == "cache")
-    assert recipe_of_run(recipe, PRODUCT, spare).cache.dir == str(place if kind == "cache" else spare)
-    assert recipe_of_run(recipe, PRODUCT).cache.dir == str(tmp_path / "cache")
+    assert recipe_of_run(recipe, FAMILIES, spare).cache.dir == str(place if kind == "cache" else spare)
+    assert recipe_of_run(recipe, FAMILIES).cache.dir == str(tmp_path / "cache")
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "hashes.jsonl").write_bytes(b"")
-    assert recipe_of_run(recipe, PRODUCT, spare).cache.dir == str(place if kind == "cache" else tmp_path / "cache")
+    assert recipe_of_run(recipe, FAMILIES, spare).cache.dir == str(place if kind == "cache" else tmp_path / "cache")
 
 
 def test_commands_on_a_run_read_its_recipe_by_the_function_that_takes_its_folders_away() -> None:

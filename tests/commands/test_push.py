@@ -19,10 +19,10 @@ from ruamel.yaml import YAML
 
 from lora_rocm.commands.push import PushOptions, push, render
 from lora_rocm.errors import LoraRocmError
-from lora_rocm.families.registry import PRODUCT
+from lora_rocm.families.registry import FAMILIES
 from lora_rocm.model_files.header import read_header
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor.resume import open_recipe
+from lora_rocm.supervisor.choose_run_dir import open_recipe
 from tests.commands.published_run import (
     SECRET_CAPTION,
     SECRET_FOLDER,
@@ -113,7 +113,7 @@ def test_nothing_private_is_published(run_dir: RunDir, tmp_path: Path) -> None:
     recipe = run_dir.recipe.read_text(encoding="utf-8")
     private = "a zibu from /home/zoe/lora/x with hf_abcdefghijklmnop"
     run_dir.recipe.write_text(recipe.replace("- a zibu\n", f"- {private}\n"), encoding="utf-8")
-    assert private in open_recipe(run_dir.path, PRODUCT)[1].sample.prompts
+    assert private in open_recipe(run_dir.path, FAMILIES)[1].sample.prompts
     info = PngInfo()
     info.add_text("parameters", SECRET_CAPTION)
     Image.new("RGB", (8, 8), "red").save(run_dir.samples_at(40) / "00.png", pnginfo=info)

@@ -13,14 +13,14 @@ import pytest
 
 from lora_rocm.commands.status import RunError, status, status_text
 from lora_rocm.errors import LoraRocmError, UserError
-from lora_rocm.families.registry import PRODUCT
+from lora_rocm.families.registry import FAMILIES
 from lora_rocm.foundation.files import write_json
 from lora_rocm.report.report import write_report
 from lora_rocm.rundir.events import EventWriter
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.results import FileDigest
+from lora_rocm.supervisor.choose_run_dir import open_recipe, open_run
 from lora_rocm.supervisor.lock import locked
-from lora_rocm.supervisor.resume import open_recipe, open_run
 from lora_rocm.train.checkpoint import read_checkpoint
 from tests.command_line import command_line
 from tests.supervisor.fake_run import (
@@ -92,7 +92,7 @@ def test_running(run_dir: RunDir) -> None:
 
 
 def test_readings_are_no_word_of_the_worker(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reading is not an event of the worker. A hanging worker counts as silent, however often the GPU is read."""
+    """A reading is not an event of the worker. A hanging worker counts as silent, even if the GPU is read often."""
     with monkeypatch.context() as patch:
         patch.setattr("lora_rocm.rundir.events.time", SimpleNamespace(time=lambda: time.time() - 1000.0))
         write(run_dir, *STEPS)
@@ -351,9 +351,9 @@ def test_a_command_on_a_run_without_its_recipe_names_it(tmp_path: Path, command:
 
 
 def test_a_run_without_its_recipe(run_dir: RunDir) -> None:
-    assert open_recipe(run_dir.path, PRODUCT)[0] == run_dir
+    assert open_recipe(run_dir.path, FAMILIES)[0] == run_dir
     run_dir.recipe.unlink()
     write(run_dir, *STEPS)
     with pytest.raises(UserError, check=saying("commands/no-recipe-any-more")) as caught:
-        open_recipe(run_dir.path, PRODUCT)
+        open_recipe(run_dir.path, FAMILIES)
     assert caught.value.where == str(run_dir.recipe) and caught.value.fix

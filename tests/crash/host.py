@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from lora_rocm.rundir.checkpoint_record import Position
-from lora_rocm.train import pipeline
+from lora_rocm.train import resume
 from tests.program import Program
 
 SHIM = ctypes.CDLL(None)
@@ -28,8 +28,8 @@ SHIM = ctypes.CDLL(None)
 
 def forget_the_position(patch: pytest.MonkeyPatch) -> None:
     """A resume that takes everything over but where it is in the data."""
-    restore = pipeline._restore
-    patch.setattr(pipeline, "_restore", lambda *given: Position(iteration=0, updates=restore(*given).updates))
+    restore = resume.restore
+    patch.setattr(resume, "restore", lambda *given: Position(iteration=0, updates=restore(*given).updates))
 
 
 def write_in_place(patch: pytest.MonkeyPatch) -> None:

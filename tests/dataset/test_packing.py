@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_rocm.latent_cache.prepare import rows_of
+from lora_rocm.encoded_cache.prepare import rows_of
 
 
 @given(st.lists(st.integers(1, 60), max_size=60))

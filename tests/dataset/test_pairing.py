@@ -1,4 +1,4 @@
-"""Whatever is paired with images by name is found in either spelling of Unicode, and never chosen silently."""
+"""Files that are paired with images by name are found in either spelling of Unicode, and never chosen silently."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_hip_that_means_the_carve_out_alone_does_not_limit_an_integrated_gpu(
 
 
 def test_the_limit_is_what_others_libraries_and_the_margin_leave(card: FakeCard) -> None:
-    """At each moment of a run, however much of it torch and the libraries hold already."""
+    """At each moment of a run, regardless of the amount that torch and the libraries hold already."""
     for others in (0, GIB, 3 * GIB + MIB):
         for reserved, libraries in ((0, 0), (0, 300 * MIB), (GIB, GIB), (17 * GIB, LIBRARIES)):
             card.changed(others=others, reserved=reserved, libraries=libraries)

@@ -17,12 +17,13 @@ import pytest
 import typer
 
 from lora_rocm.cli import app
-from tests.docs.pages import EXAMPLE, PAGES, ROOT, SHELLS, Block, blocks
+from tests.docs.pages import EXAMPLE, PAGES, ROOT, SHELLS, START, Block, blocks
 
 NOT_RUN = {
     r"make install": "makes the .venv that this test runs in, from the network (tests/test_install.py)",
-    r"source .*activate|lora\\Scripts\\activate": "changes the reader's shell",
-    r"python3 -m venv lora|py -3 -m venv lora": "makes an environment that only the next line fills",
+    r"source .*activate": "changes the reader's shell (test_the_lines_of_linux_make_and_enter_an_environment)",
+    r"python3 -m venv lora": "the same test runs it",
+    r"py -3 -m venv lora|lora\\Scripts\\activate": "Windows (the workflow runs the .bat files there)",
     r"pip install .*|uv tool install .*": "gigabytes for an AMD GPU (tests/docs/test_install_lines.py tries the lines)",
     r"scripts\\windows\\(install|shell)\.bat": "Windows (tests/windows runs these files under Wine)",
 }
@@ -138,6 +139,33 @@ def test_all_commands_of_a_page_work_in_order(
             run_demo(Block("", "bash", "", ""), "lora-rocm demo", tmp_path_factory.getbasetemp())
         else:
             run(block, command, tmp_path)
+
+
+def in_bash(lines: list[str], folder: Path) -> str:
+    """The output of a reader's lines in one shell."""
+    command = ["bash", "-c", "\n".join(["set -e", *lines])]
+    done = subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="lines for Linux")
+def test_make_install_calls_the_installer_and_its_environment_is_entered() -> None:
+    (block,) = (each for each in blocks(START[0]) if each.commands()[:1] == ["make install"])
+    make, source = block.commands()
+    assert "scripts/install.py --dev" in in_bash([f"{make} --dry-run"], ROOT)
+    activate = ROOT / source.removeprefix("source ")
+    if activate.is_file():
+        assert in_bash([source, "command -v python"], ROOT) == str(activate.with_name("python"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="lines for Linux")
+def test_the_lines_of_linux_make_and_enter_an_environment(tmp_path: Path) -> None:
+    (block,) = (each for each in blocks(START[0]) if each.language == "bash" and "-m venv" in each.content)
+    *lines, install = block.commands()
+    assert len(lines) == 2 and install.startswith("pip install ")
+    assert in_bash([*lines, "command -v pip"], tmp_path) == str(tmp_path / "lora" / "bin" / "pip")
 
 
 def test_a_command_that_fails_is_noticed(tmp_path: Path) -> None:

@@ -60,16 +60,18 @@ def test_the_workflow_runs_what_is_here() -> None:
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
 @pytest.mark.parametrize("tool", ["pip", "uv"])
 def test_a_build_trains_in_an_empty_environment(tool: str, kind: str, tmp_path: Path) -> None:
-    """Needs the network, 2 GB of disk, and uv in PATH or from the network."""
-    build = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(tmp_path / "dist")]
+    """Needs the network, 2 GB of disk, and uv in PATH or from the network. The folder has a space in its name."""
+    place = tmp_path / "my environments"
+    place.mkdir()
+    build = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(place / "dist")]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
-    (built,) = (tmp_path / "dist").iterdir()
+    (built,) = (place / "dist").iterdir()
     torch, index = f"torch=={metadata.version('torch')}", indexes()["cpu"].url
     folder = "Scripts" if sys.platform == "win32" else "bin"
     if tool == "pip":
-        venv.create(tmp_path / "empty", with_pip=True)
+        venv.create(place / "empty", with_pip=True)
         pip = [
-            str(tmp_path / "empty" / folder / "python"),
+            str(place / "empty" / folder / "python"),
             "-m",
             "pip",
             "install",
@@ -80,17 +82,17 @@ def test_a_build_trains_in_an_empty_environment(tool: str, kind: str, tmp_path: 
             "15",
         ]
         subprocess.run([*pip, str(built), torch, "--extra-index-url", str(index)], check=True)
-        program = tmp_path / "empty" / folder / "lora-rocm"
+        program = place / "empty" / folder / "lora-rocm"
     else:
         from scripts.uv_tool import install_uv
 
-        places = {"UV_TOOL_DIR": str(tmp_path / "tools"), "UV_TOOL_BIN_DIR": str(tmp_path / "bin")}
+        places = {"UV_TOOL_DIR": str(place / "tools"), "UV_TOOL_BIN_DIR": str(place / "bin")}
         found = os.environ.get("PIP_FIND_LINKS", "")
         where = ["--find-links", found] if found else ["--index", str(index), "--index-strategy", "unsafe-best-match"]
-        command = [install_uv(tmp_path / "uv"), "tool", "install", "-q", "--python", sys.executable, *where]
+        command = [install_uv(place / "uv"), "tool", "install", "-q", "--python", sys.executable, *where]
         subprocess.run([*command, "--with", torch, str(built)], check=True, env={**os.environ, **places})
-        program = tmp_path / "bin" / "lora-rocm"
-    run = {"cwd": tmp_path, "check": True, "capture_output": True, "encoding": "utf-8"}
+        program = place / "bin" / "lora-rocm"
+    run = {"cwd": place, "check": True, "capture_output": True, "encoding": "utf-8"}
     assert lora_rocm.__version__ in subprocess.run([program, "--version"], **run).stdout
     subprocess.run([program, "demo"], **run)
-    assert list(tmp_path.glob("runs/*/*.safetensors"))
+    assert list(place.glob("runs/*/*.safetensors"))

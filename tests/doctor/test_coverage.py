@@ -85,7 +85,10 @@ LIBRARIES = (
     ("images of another AOTriton", "attention-images rule:attention-misfit code:lora_rocm/rules/attention_refusal.py"),
     ("a route of attention gives zeros", "code:lora_rocm/checks/attention_routes.py selftest-attention"),
     ("the price of doing without hipBLASLt on RX 9000", "price-of-safe rule:torch-hipblaslt"),
-    ("hipBLASLt under its other names", "rule:torch-cublaslt rule:tunable-hipblaslt code:lora_rocm/device/blas.py"),
+    (
+        "hipBLASLt under its other names",
+        "rule:torch-cublaslt rule:tunable-hipblaslt code:lora_rocm/device/hipblaslt.py",
+    ),
     ("NaN of AOTriton 0.11 on gfx1100", "variable-attention-nan selftest-attention"),
     ("the VAE takes plain attention", "code:lora_rocm/device/backend_settings.py"),
     ("flash-attn", "library-flash_attn"),

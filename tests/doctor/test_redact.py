@@ -158,7 +158,7 @@ SECRET_WORDS = ("Tr0ub4dor", "c0rrect h0rse", "87654321")
 def test_a_secret_without_a_known_form_in_every_variable_and_path(
     secret: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Only known values leave the machine: unlisted variables stay here, whatever they contain."""
+    """Only known values leave the machine: unlisted variables stay here, with any content."""
     names = ("HSA_ENABLE_SDMA", "MIOPEN_FIND_MODE", "PYTORCH_HIP_ALLOC_CONF", "ROCM_PATH", "HIP_PATH", "NCCL_DEBUG")
     for name in names:
         monkeypatch.setenv(name, secret)

@@ -13,9 +13,9 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 
-from lora_rocm.adapters.adapter_files import loaded_entry
-from lora_rocm.adapters.files.lora_reader import read_lora
-from lora_rocm.adapters.files.module_names import canonical
+from lora_rocm.adapters.adapter_to_entries import loaded_entry
+from lora_rocm.adapters.lora_files.key_table import canonical
+from lora_rocm.adapters.lora_files.lora_reader import read_lora
 from lora_rocm.commands.inspect_file import inspect
 from lora_rocm.export import writers
 from lora_rocm.export.metadata import RunFacts
@@ -38,7 +38,7 @@ def error_in_diffusers(family: Any, adapter: Any, path: Path) -> float:
     off = whole = 0.0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's warning about names that diffusers derives from unequal alphas
-        loaded_model = family.files.load_in_diffusers(path, adapter.components)
+        loaded_model = family.lora_file_names.load_in_diffusers(path, adapter.components)
     for component, root in loaded_model.items():
         for name, layer in root.named_modules():
             if isinstance(layer, BaseTunerLayer):

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lora_rocm.adapters.files.lora_reader import read_lora
+from lora_rocm.adapters.lora_files.lora_reader import read_lora
 from lora_rocm.errors import AdapterError, ExportError
 from lora_rocm.export import writers
 from lora_rocm.export.metadata import RunFacts

@@ -186,7 +186,7 @@ def test_kohya_dora_by_comfyui_s_rules(folder: Path, tmp_path: Path, kind: str, 
     pipeline = pipeline_of(folder)
     parts = {name: getattr(pipeline, name) for name in ("text_encoder", "text_encoder_2", "unet")}
     layers = {
-        family.files.key(component, path): parts[component].get_submodule(path)
+        family.lora_file_names.key(component, path): parts[component].get_submodule(path)
         for component, path, _ in adapter.modules.values()
     }
     weights = {key: layer.weight.detach().clone() for key, layer in layers.items()}
@@ -203,7 +203,7 @@ def test_the_tensors_of_a_kohya_file(folder: Path, tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "lora.safetensors")
     assert len(tensors) == 4 * len(adapter.modules)
     for component, path, layer in adapter.modules.values():
-        key, base = family.files.key(component, path), layer.get_base_layer().weight
+        key, base = family.lora_file_names.key(component, path), layer.get_base_layer().weight
         down, up = tensors[f"{key}.lora_down.weight"], tensors[f"{key}.lora_up.weight"]
         assert down.shape == (4, *base.shape[1:])
         assert up.shape == (base.shape[0], 4, *[1] * (base.ndim - 2))

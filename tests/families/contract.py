@@ -19,12 +19,12 @@ from lora_rocm.adapters.attach import inject
 from lora_rocm.adapters.training_adapter import attach_training_adapter
 from lora_rocm.dataset.entry_spec import TensorSpec
 from lora_rocm.device.transfer import DeviceTransfer, fingerprint
+from lora_rocm.encoded_cache.cache import LatentCache
+from lora_rocm.encoded_cache.encode_session import Encoding
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors, family_for
-from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.loader.batch import Batch
 from lora_rocm.loader.batches import BatchPlan, Prepared, loader, open_workers, prepare
-from lora_rocm.memory.controller import MemoryManager
+from lora_rocm.memory.manager import MemoryManager
 from lora_rocm.planning.step_plan import StepRequirements
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe

@@ -1,4 +1,4 @@
-"""Samples with other axes than an image's, and images with companions of other sizes, from folder to preview."""
+"""Samples with different axes than an image's, and images with companions of other sizes, from folder to preview."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from PIL import Image
 from torch import Tensor
 
 from lora_rocm.dataset.shape import SampleShape
+from lora_rocm.encoded_cache.cache import CachedItem
+from lora_rocm.encoded_cache.controls import control_latents
+from lora_rocm.encoded_cache.encode_session import Encoding
+from lora_rocm.encoded_cache.prepare import Prepared, prepare
 from lora_rocm.errors import RecipeError
 from lora_rocm.families.base import PreviewRequest, family_for
-from lora_rocm.families.common.objectives.base import CONTROL_LATENTS
-from lora_rocm.latent_cache.cache import CachedItem
-from lora_rocm.latent_cache.controls import control_latents
-from lora_rocm.latent_cache.encode_session import Encoding
-from lora_rocm.latent_cache.prepare import Prepared, prepare
+from lora_rocm.families.objectives.base import CONTROL_LATENTS
 from lora_rocm.memory.footprint import largest_of
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.rundir.layout import RunDir

@@ -119,7 +119,7 @@ def test_an_encoder_that_is_loaded_is_not_believed_to_be_what_is_remembered(fold
 
 
 def cache_door() -> Any:
-    from lora_rocm.latent_cache.encode_session import plain_placement
+    from lora_rocm.encoded_cache.encode_session import plain_placement
 
     return plain_placement(CPU)
 

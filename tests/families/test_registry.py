@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lora_rocm.errors import ModelError, RecipeError
-from lora_rocm.families.registry import PRODUCT, RESERVED, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, RESERVED, FamilyRegistry
 from lora_rocm.families.spec import Evidence
 from lora_rocm.recipe.comparison import fingerprint, resume_differences
 from lora_rocm.recipe.kinds import recipe_from
@@ -32,8 +32,8 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_program_s_families_and_no_reserved_name() -> None:
-    assert PRODUCT.names == ("sdxl", "sd15", "sd2", "z-image", "flux", "anima", "causal-lm") and not set(
-        PRODUCT.names
+    assert FAMILIES.names == ("sdxl", "sd15", "sd2", "z-image", "flux", "anima", "causal-lm") and not set(
+        FAMILIES.names
     ) & set(RESERVED)
     with pytest.raises(ValueError, match="distinct"):
         FamilyRegistry([TOY_TEXT, TOY_TEXT])
@@ -42,7 +42,7 @@ def test_the_program_s_families_and_no_reserved_name() -> None:
 
 
 def test_shapes_of_sdxl() -> None:
-    shapes = PRODUCT["sdxl"].axes
+    shapes = FAMILIES["sdxl"].axes
     assert shapes.multiple_px == 8
     assert shapes["w"].fits(1024) and not shapes["w"].fits(1020) and shapes["w"].nearest(1020) == (1016, 1024)
     assert shapes["w"].latents(1024) == 128 and shapes["w"].nearest(5) == (8,)

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.families.spec import Axes, Axis, FamilySpec, FileMetadata, image_axes
 from lora_rocm.recipe.sections import InputFolder, ModelSection, ObjectiveSection
 
@@ -106,4 +106,4 @@ TOY_EDIT = FamilySpec(
     axes=image_axes(multiple=16, per_token=16),
     metadata=FileMetadata(base_version="toy_edit_v1"),
 )
-TOYS = FamilyRegistry([*PRODUCT, TOY_TEXT, TOY_VIDEO, TOY_FLOW, TOY_EDIT])
+TOYS = FamilyRegistry([*FAMILIES, TOY_TEXT, TOY_VIDEO, TOY_FLOW, TOY_EDIT])

@@ -98,7 +98,7 @@ def test_cut_short_at_every_byte(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("suffix", [".png", ".jpg", ".eps"])
 def test_formats_for_which_programs_would_run_are_not_read(tmp_path: Path, suffix: str) -> None:
-    """By their content, whatever they are called."""
+    """By their content, regardless of their names."""
     path = tmp_path / f"x{suffix}"
     for content in (attacks.eps(tmp_path), b"\xd7\xcd\xc6\x9a" + bytes(100), b"SIMPLE  =" + bytes(3000)):
         path.write_bytes(content)

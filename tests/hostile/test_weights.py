@@ -16,14 +16,14 @@ import torch
 from peft.utils.other import get_pattern_key
 from safetensors.torch import save_file
 
-from lora_rocm.adapters.files.lora_reader import components_of, read_lora
+from lora_rocm.adapters.lora_files.lora_reader import components_of, read_lora
 from lora_rocm.base_models.loading import builtin_folder, resolve
 from lora_rocm.base_models.safetensors_file import digest, read_tensors
 from lora_rocm.cache_store.entry_file import CacheEntryBad, check_bytes, read_entry
 from lora_rocm.errors import AdapterError, LoraRocmError, ModelError
 from lora_rocm.families.base import family_for
 from lora_rocm.families.common.unet import detect
-from lora_rocm.families.registry import PRODUCT
+from lora_rocm.families.registry import FAMILIES
 from lora_rocm.families.sdxl.family import EXPECTED, Sdxl
 from lora_rocm.families.sdxl.spec import SdxlSection
 from lora_rocm.model_files import adapter_contents
@@ -187,7 +187,7 @@ def test_an_index_of_a_pipeline_of_another_kind(tmp_path: Path, index: dict[str,
     (folder / "model_index.json").write_text(json.dumps({**found, **index}), encoding="utf-8")
     layout = family_for(load_recipe("demo.yaml").recipe).source.layout
     with contextlib.suppress(ModelError):
-        detect.check(resolve(SdxlSection(name_or_path=str(folder)), layout), EXPECTED, PRODUCT)
+        detect.check(resolve(SdxlSection(name_or_path=str(folder)), layout), EXPECTED, FAMILIES)
     (folder / "model_index.json").write_text("[" * 100_000, encoding="utf-8")
     with pytest.raises(ModelError, match="nested"):
-        detect.check(resolve(SdxlSection(name_or_path=str(folder)), layout), EXPECTED, PRODUCT)
+        detect.check(resolve(SdxlSection(name_or_path=str(folder)), layout), EXPECTED, FAMILIES)

@@ -81,7 +81,7 @@ def readers(folder: Path) -> dict[str, Callable[[Path], Any]]:
     """The readers for the files of each kind, by the first part of their names."""
     import torch
 
-    from lora_rocm.adapters.files.lora_reader import read_lora
+    from lora_rocm.adapters.lora_files.lora_reader import read_lora
     from lora_rocm.base_models.loading import BaseSource
     from lora_rocm.commands.status import status
     from lora_rocm.dataset.images.image_io import UnreadableImage, decode, read_header

@@ -186,7 +186,7 @@ def test_fingerprints_read_16_bytes_at_once_and_multiply_no_64_bit_words(arch: s
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_this_triton_compiles_for_the_cards_that_the_table_says(arch: str) -> None:
-    """By one kernel: a target is refused whatever the kernel is."""
+    """By one kernel: a target is refused for any kernel."""
     kernel = next(kernels())
     if is_refused(arch):
         with pytest.raises(RuntimeError, match=kernel_check.REFUSED):

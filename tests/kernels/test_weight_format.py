@@ -18,9 +18,9 @@ from lora_rocm.device.placement.offloaded import Offload
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel
-from lora_rocm.families.common.objectives.loss import losses
 from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.families.common.unet.fused_unet import MergedProjections
+from lora_rocm.families.objectives.loss import losses
 from lora_rocm.families.sdxl.family import Sdxl
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import DENSE, PackedLinear, dense_weight, is_packed, pack

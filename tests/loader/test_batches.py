@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from lora_rocm.device.transfer import fingerprint
+from lora_rocm.encoded_cache.cache import LatentCache
+from lora_rocm.encoded_cache.encode_session import Encoding
 from lora_rocm.errors import DataError, StorageError
-from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.loader.batch import Batch
 from lora_rocm.loader.batches import BatchPlan, Prepared, loader, open_workers, prepare
-from lora_rocm.loader.worker_pool import Workers
+from lora_rocm.loader.worker_pool import LoaderWorkers
 from lora_rocm.recipe.process_sections import RuntimeSection
 from tests.supervisor.fake_run import listening
 
@@ -39,7 +39,7 @@ def ready(tmp_path: Path, make: SimpleNamespace, family: Any) -> Iterator[Simple
         return loader(plan, family, workers, start, count, **{"repair": prepared.repair, **keys})
 
     said: list[str] = []
-    opened: list[Workers] = []
+    opened: list[LoaderWorkers] = []
     yield SimpleNamespace(said=said, cache=cache, prepared=prepared, plan=plan, family=family, load=load)
     for workers in opened:
         workers.close()

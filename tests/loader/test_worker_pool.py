@@ -23,7 +23,7 @@ from lora_rocm.dataset.images.buckets import image_shape
 from lora_rocm.dataset.order.batch_plan import BatchPlan, Item
 from lora_rocm.loader import worker_pool as under_test
 from lora_rocm.loader.cached_dataset import Order, Orders, Read
-from lora_rocm.loader.worker_pool import WorkerPool, Workers, WorkersFailed, hand_over, one_ahead
+from lora_rocm.loader.worker_pool import LoaderWorkers, WorkerPool, WorkersFailed, hand_over, one_ahead
 from lora_rocm.recipe.process_sections import RuntimeSection
 from lora_rocm.rundir.event_types import ChangeEvent, Event, NoticeEvent
 from lora_rocm.rundir.run_context import RunContext
@@ -99,7 +99,9 @@ def read(
     Where nothing hangs on purpose, no busy machine reaches the limit.
     """
     timeout_s = 1.5 if source.fault in ("hangs", "is stopped") else 60
-    workers = Workers(source, RuntimeSection(**{"worker_timeout_s": timeout_s, **runtime}), noting(said, given_up))
+    workers = LoaderWorkers(
+        source, RuntimeSection(**{"worker_timeout_s": timeout_s, **runtime}), noting(said, given_up)
+    )
     try:
         return plain(workers.reads(orders))
     finally:
@@ -150,7 +152,7 @@ def test_a_death_never_interrupts_what_the_main_process_does(orders: Orders) -> 
     """torch's own handler raises in the main thread when a worker dies, wherever that thread is."""
     said: list[str] = []
     before = signal.getsignal(signal.SIGCHLD)
-    workers = Workers(Source(), RuntimeSection(workers=1), noting(said, []))
+    workers = LoaderWorkers(Source(), RuntimeSection(workers=1), noting(said, []))
     reading = workers.reads(Orders(orders.plan, 0, 40))
     found = plain(itertools.islice(reading, 2))
     (child,) = multiprocessing.active_children()
@@ -163,7 +165,7 @@ def test_a_death_never_interrupts_what_the_main_process_does(orders: Orders) -> 
 
 def test_what_failed_once_is_not_tried_again(orders: Orders, tmp_path: Path) -> None:
     said: list[str] = []
-    workers = Workers(Source("raises", tmp_path), RuntimeSection(workers=1), noting(said, []))
+    workers = LoaderWorkers(Source("raises", tmp_path), RuntimeSection(workers=1), noting(said, []))
     whole = read(Source(), orders, [])
     assert plain(workers.reads(orders)) == whole == plain(workers.reads(orders))
     assert len(said) == 1 and SAID["raises"] in said[0] and workers.count == 0
@@ -172,7 +174,7 @@ def test_what_failed_once_is_not_tried_again(orders: Orders, tmp_path: Path) -> 
 @pytest.mark.parametrize("persistent", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_workers_are_kept_where_the_recipe_says_so(orders: Orders, persistent: bool) -> None:
     said: list[str] = []
-    workers = Workers(Source(), RuntimeSection(workers=1, persistent_workers=persistent), noting(said, None))
+    workers = LoaderWorkers(Source(), RuntimeSection(workers=1, persistent_workers=persistent), noting(said, None))
     whole, seen = read(Source(), orders, []), []
     for _ in range(2):
         assert plain(itertools.islice(workers.reads(orders), 3)) == whole[:3]  # left in the middle
@@ -221,7 +223,7 @@ def test_workers_of_two_readings_are_given_up_once(orders: Orders, monkeypatch: 
 
     monkeypatch.setattr(WorkerPool, "reads", failing)
     found: list[str] = []
-    workers = Workers(Source(), RuntimeSection(workers=1), noting([], found))
+    workers = LoaderWorkers(Source(), RuntimeSection(workers=1), noting([], found))
     one, other = workers.reads(orders), workers.reads(orders)
     begun = plain(itertools.islice(one, 1)), plain(itertools.islice(other, 1))
     assert [some + plain(rest) for some, rest in zip(begun, (one, other), strict=True)] == 2 * [
@@ -233,8 +235,8 @@ def test_workers_of_two_readings_are_given_up_once(orders: Orders, monkeypatch: 
 
 def test_on_windows_workers_are_asked_for_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(under_test.sys, "platform", "win32")
-    assert Workers(Source(), RuntimeSection(workers=2)).count == 0
-    assert Workers(Source(), RuntimeSection(workers=2, workers_on_windows=True)).count == 2
+    assert LoaderWorkers(Source(), RuntimeSection(workers=2)).count == 0
+    assert LoaderWorkers(Source(), RuntimeSection(workers=2, workers_on_windows=True)).count == 2
 
 
 def test_what_the_data_loader_is_asked_for(orders: Orders) -> None:

@@ -16,7 +16,7 @@ class UnknownTargetError(MachineCodeError):
 
 
 class UnknownArgumentError(MachineCodeError):
-    """A kernel that needs an initial value that is not modelled, or other arguments than the launch has."""
+    """A kernel that needs an initial value that is not modelled, or different arguments than the launch has."""
 
 
 class UnknownInstructionError(MachineCodeError):

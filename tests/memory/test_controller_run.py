@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lora_rocm.families.base import ModelFamily
-from lora_rocm.memory import controller
-from lora_rocm.memory.controller import MemoryManager, choose_from
+from lora_rocm.memory import manager
 from lora_rocm.memory.footprint import counted
+from lora_rocm.memory.manager import MemoryManager, choose_from
 from lora_rocm.planning import step_plan
 from lora_rocm.planning.step_plan import StepRequirements, activation_bytes, resident_bytes
 from lora_rocm.recipe.schema import Recipe
@@ -92,7 +92,7 @@ def test_a_first_pass_that_takes_too_much_changes_the_plan_and_no_byte(
 
     monkeypatch.setattr(step_plan, "SLACK_BYTES", 0)  # a GPU's is more than all that this model takes
     monkeypatch.setattr(load_model, "decide", small)
-    monkeypatch.setattr(controller, "peak_bytes", peak)
+    monkeypatch.setattr(manager, "peak_bytes", peak)
     assert start(recipe, tmp_path / "changed")
     assert made[0].plan is not None and made[0].plan.recomputed
     events = read_events(RunDir(tmp_path / "changed").events())

@@ -26,10 +26,10 @@ from lora_rocm.children import plan as child
 from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.errors import AdapterError, ModelError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
-from lora_rocm.families.common.objectives.base import Draws, Prediction
-from lora_rocm.families.common.objectives.loss import losses
 from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.families.common.unet.fused_unet import fuse
+from lora_rocm.families.objectives.base import Draws, Prediction
+from lora_rocm.families.objectives.loss import losses
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.memory import footprint as counting
 from lora_rocm.memory.footprint import adapter_bytes, count, counted, meta_model, state_bytes

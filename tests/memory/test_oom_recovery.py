@@ -19,7 +19,7 @@ from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.device.allocator import Usage
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device, fingerprint
 from lora_rocm.errors import MachineError
-from lora_rocm.families.common.objectives.base import Prediction
+from lora_rocm.families.objectives.base import Prediction
 from lora_rocm.hardware.memory_budget import GIB
 from lora_rocm.loader.batch import Batch, split
 from lora_rocm.memory import oom_recovery

@@ -13,9 +13,8 @@ import pytest
 import transformers
 from accelerate import init_empty_weights
 
-from lora_rocm.families.registry import PRODUCT, RESERVED
+from lora_rocm.families.registry import FAMILIES, RESERVED
 from lora_rocm.model_files import models
-from lora_rocm.model_files.adapters import foreign_name, origin_of
 from lora_rocm.model_files.models import (
     OTHER,
     PARTS,
@@ -26,6 +25,7 @@ from lora_rocm.model_files.models import (
     models_in,
     pipeline_of,
 )
+from lora_rocm.model_files.recognise_adapter import foreign_name, origin_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")  # diffusers' own
 ENCODER_BLOCKS: dict[str, Any] = {
@@ -301,13 +301,13 @@ PREFIXES = ("transformer.", "diffusion_model.", "lora_unet_", "lora_transformer_
 def test_an_adapter_of_each_model_is_of_its_family_and_of_few_others() -> None:
     tried = 0
     for name, (shapes, family, _) in samples().items():
-        if family in {*PRODUCT.names, *RESERVED} - {"causal-lm"} and "Conditioner" not in name and name not in NATIVE:
+        if family in {*FAMILIES.names, *RESERVED} - {"causal-lm"} and "Conditioner" not in name and name not in NATIVE:
             for number, prefix in enumerate(PREFIXES):
                 lora, attention = adapter_of(shapes, prefix, ""), adapter_of(shapes, prefix, "att")
                 origin, least = origin_of(lora, lora), origin_of(attention, attention)
                 assert origin is not None and origin.families == (family,), f"{prefix}{name}: {origin}"
                 assert least is not None and family in least.families, f"{prefix}{name}: {least}"
-                assert family not in PRODUCT or foreign_name(lora, [family]) is None, f"{prefix}{name}: no mixture"
+                assert family not in FAMILIES or foreign_name(lora, [family]) is None, f"{prefix}{name}: no mixture"
                 kind = ("dora", "loha", "lokr", "lokr in factors")[number % 4]
                 other = adapter_of(shapes, prefix, "att", kind)
                 assert origin_of(other, other) == least, f"{kind}: {prefix}{name}"
@@ -335,7 +335,7 @@ def test_a_model_of_another_width_is_not_taken_for_another_family(prefix: str, k
 
 def test_every_family_has_a_sample_and_a_row_finds_nothing_that_is_not_there() -> None:
     tested = {family for _, family, _ in samples().values()}
-    assert {*PRODUCT.names, *RESERVED} <= tested
+    assert {*FAMILIES.names, *RESERVED} <= tested
     for shapes, _, _ in samples().values():
         for row in models._table().models:
             if models._fits(row, sorted(shapes), shapes, ""):
@@ -347,8 +347,8 @@ def test_every_family_has_a_sample_and_a_row_finds_nothing_that_is_not_there() -
 def test_components_are_taken_by_keys_that_their_families_have() -> None:
     variants = [each for row in models._table().models for each in row.variants]
     told = {(family, key) for each in variants for family, key in each.keys.items()}
-    assert {family for family, _ in told} == {spec.name for spec in PRODUCT} - {"causal-lm"}
-    assert all(key in PRODUCT[family].model_section.part_keys for family, key in told)
+    assert {family for family, _ in told} == {spec.name for spec in FAMILIES} - {"causal-lm"}
+    assert all(key in FAMILIES[family].model_section.part_keys for family, key in told)
 
 
 def test_a_file_with_several_components_names_the_model_first() -> None:

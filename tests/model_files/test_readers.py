@@ -10,7 +10,7 @@ from lycoris.modules.lokr import LokrModule
 from peft.tuners.lokr.layer import factorization
 from safetensors.torch import save_file
 
-from lora_rocm.families.registry import PRODUCT, RESERVED
+from lora_rocm.families.registry import FAMILIES, RESERVED
 from lora_rocm.model_files.header import read_header
 from lora_rocm.model_files.readers import (
     READ,
@@ -23,7 +23,7 @@ from lora_rocm.model_files.readers import (
 )
 from tests.wording import Worded, mentions, says, worded
 
-IMAGE_FAMILIES = {*PRODUCT.names, *RESERVED} - {"causal-lm"}
+IMAGE_FAMILIES = {*FAMILIES.names, *RESERVED} - {"causal-lm"}
 NATIVE_FLUX = "double_blocks.0.img_attn.qkv"
 NATIVE_ANIMA = "blocks.0.self_attn.q_proj"
 
@@ -162,7 +162,7 @@ def test_every_image_family_has_a_spelling_that_both_read() -> None:
 
 
 def test_who_reads_a_peft_folder_is_known_of_every_family() -> None:
-    for family in PRODUCT.names:
+    for family in FAMILIES.names:
         found = readers_of(names("base_model.model.layers.0.to_q"), [family])
         assert found is not None and found.peft == "reads it", family
 

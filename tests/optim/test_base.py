@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.errors import ResumeError
 from lora_rocm.optim.base import LOSS_SCALE_GROWTH_INTERVAL, GatedOptimizer
-from lora_rocm.optim.factory import RULES
+from lora_rocm.optim.registry import RULES
 from lora_rocm.optim.update_rule import Scalars
 from lora_rocm.recipe.optim_sections import (
     OPTIMIZERS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lora_rocm.families.registry import PRODUCT
+from lora_rocm.families.registry import FAMILIES
 from lora_rocm.recipe.key_rules.data_rules import CONTROL_KEYS
 from lora_rocm.recipe.source_sections import OF_CLASS_IMAGES, OF_FOLDERS, OF_VIDEOS, DataSource
 
@@ -197,7 +197,7 @@ EXAMPLES: dict[str, Example] = {
     **{
         f"{spec.name}:an-image-has-a-mask": {
             "model.family": spec.name, "sample.prompts": [{**DRAWN, "control_image": "c.png"}]}
-        for spec in PRODUCT
+        for spec in FAMILIES
         if spec.model_section.may_inpaint
     },
     "side-of-family:data.bucket_step": {"data.bucket_step": 12},
@@ -209,13 +209,13 @@ EXAMPLES: dict[str, Example] = {
     "formats-of-adapter": {"output.formats": ["peft"], "lora.type": "oft"},
     **{
         f"{spec.name}:controls": {"model.family": spec.name, "data.control_path": "c"}
-        for spec in PRODUCT
+        for spec in FAMILIES
         if spec.reads("data.control_path")
     },
     **{
         f"{spec.name}:control-images": {
             "model.family": spec.name, "sample.prompts": ["a cat"], "sample.control_images": ["c.png"]}
-        for spec in PRODUCT
+        for spec in FAMILIES
         if spec.reads("sample.control_images") and not spec.model_section.may_inpaint
     },
     "no-effect:objective.train_on,loss": {

@@ -5,7 +5,7 @@ from typing import Any, cast
 import pytest
 
 from lora_rocm.errors import Problem
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.recipe.adapter_sections import ADAPTERS, AdapterSection
 from lora_rocm.recipe.explain import boolean_problems, explain, shown
 from lora_rocm.recipe.kinds import kinds_of, recipe_from
@@ -21,7 +21,7 @@ GOOD: dict[str, Any] = {
 }
 
 
-def problems_of(registry: FamilyRegistry = PRODUCT, **changes: Any) -> list[Problem]:
+def problems_of(registry: FamilyRegistry = FAMILIES, **changes: Any) -> list[Problem]:
     from pydantic import ValidationError
 
     data = GOOD | changes

@@ -19,7 +19,7 @@ from lora_rocm.recipe.load import (
 )
 from lora_rocm.recipe.optim_sections import OPTIMIZERS
 from lora_rocm.recipe.suggest import all_keys, section_class
-from lora_rocm.supervisor.resume import choose
+from lora_rocm.supervisor.choose_run_dir import choose
 from tests.wording import Saying, Worded, holds, mentions, saying, says, says_if, worded
 
 MINIMAL = "model:\n  name_or_path: builtin:tiny-sdxl\ndata:\n  path: pics\ntrain:\n  max_train_steps: 10\n"

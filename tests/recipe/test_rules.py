@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from lora_rocm.errors import RecipeError
-from lora_rocm.families.registry import PRODUCT
+from lora_rocm.families.registry import FAMILIES
 from lora_rocm.recipe.family_rules import given_unread
 from lora_rocm.recipe.judge import keys_of
 from lora_rocm.recipe.key_rules.data_rules import CONTROL_KEYS, controls_of, holding
@@ -24,7 +24,7 @@ from lora_rocm.recipe.schema import DataSection
 from tests.recipe.rule_examples import EXAMPLES, LISTS, together
 
 ROOT = Path(__file__).parents[2] / "lora_rocm"
-TABLE: dict[str, RecipeRule] = {rule.id: rule for spec in PRODUCT for rule in rules_for(spec)}
+TABLE: dict[str, RecipeRule] = {rule.id: rule for spec in FAMILIES for rule in rules_for(spec)}
 
 
 def broken(data: dict[str, Any]) -> set[str]:
@@ -152,7 +152,7 @@ def test_its_example_breaks_a_rule(name: str) -> None:
 
 def test_every_rule_has_an_example_and_a_name_of_its_own() -> None:
     assert EXAMPLES.keys() == TABLE.keys()
-    for spec in PRODUCT:
+    for spec in FAMILIES:
         names = [rule.id for rule in rules_for(spec)]
         assert len(names) == len(set(names))
 
@@ -223,7 +223,7 @@ def test_a_wrong_value_elsewhere_hides_no_rule(name: str) -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_wrong_value_that_a_rule_reads_is_told_alone(name: str) -> None:
-    """The control: the rule is not checked then, whatever is in the place of the value."""
+    """The control: the rule is not checked then, for anything in the place of the value."""
     rule = TABLE[name]
     data = together(EXAMPLES[name])
     assert data is not None
@@ -239,7 +239,7 @@ def test_a_sound_recipe_breaks_none(tmp_path: Path) -> None:
     for path in shipped_recipes().values():
         loaded = load_recipe(path)
         assert not broken(loaded.layers.data), path
-    for family in PRODUCT.names:
+    for family in FAMILIES.names:
         data = together({"model.family": family})
         assert data is not None and not broken(data) and recipe_from(data)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lora_rocm.errors import ModelError, UserError
-from lora_rocm.families.registry import PRODUCT
+from lora_rocm.families.registry import FAMILIES
 from lora_rocm.recipe.load import load_recipe, shipped_recipes
 from lora_rocm.recipe.shipped import recipe_for, shipped, shipped_named
 
@@ -31,7 +31,7 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     assert raised.value.code == "no-shipped-recipe" and "sdxl-character" in raised.value.fix
 
 
-@pytest.mark.parametrize("family", PRODUCT.names)
+@pytest.mark.parametrize("family", FAMILIES.names)
 def test_every_family_has_a_usual_recipe(family: str) -> None:
     wanted = {"sd2": "sd15", "causal-lm": "llm-chat"}.get(family, family)
     assert recipe_for([family], "x").name == wanted

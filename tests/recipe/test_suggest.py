@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from lora_rocm.families.registry import PRODUCT
+from lora_rocm.families.registry import FAMILIES
 from lora_rocm.recipe.adapter_sections import ADAPTERS, LoraSection
 from lora_rocm.recipe.explain import explain
 from lora_rocm.recipe.kinds import kinds_of, recipe_from
@@ -72,7 +72,7 @@ def proposed(name: str, section: str) -> list[str]:
 def test_the_tables_point_at_keys_that_exist() -> None:
     assert set(SAME_VALUE.values()) <= set(KEYS)
     sections = {key.partition(".")[0] for key in KEYS}
-    of_all = {key for name in PRODUCT.names for key in all_keys(kinds_of({"model": {"family": name}}).recipe)}
+    of_all = {key for name in FAMILIES.names for key in all_keys(kinds_of({"model": {"family": name}}).recipe)}
     of_all.add(dotted(ARGUMENTS))  # the loader replaces it by keys
     for name, sentence in ADVICE.items():
         named = [word for word in re.findall(r"\b[a-z]+\.[a-z_]+\b", sentence) if word.partition(".")[0] in sections]

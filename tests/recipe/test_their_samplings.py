@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lora_rocm.errors import RecipeError
-from lora_rocm.families.common.objectives.flow import FlowObjective, shift_of_resolution, shifted
+from lora_rocm.families.objectives.flow import FlowObjective, shift_of_resolution, shifted
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.peer_names import TheirSampling, advice, peer_names, value_advice
 from lora_rocm.recipe.sections import FlowSection

@@ -18,7 +18,7 @@ from lora_rocm.foundation.safe_path import python_command
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.remains import TEMPORARY, discard_abandoned
-from lora_rocm.supervisor.resume import Chosen, settle
+from lora_rocm.supervisor.choose_run_dir import Chosen, settle
 from tests.supervisor.fake_run import event, write_whole_run
 
 WRITER = """

@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_rocm.rundir import event_index, event_log
+from lora_rocm.rundir import event_index, event_line, event_log
 from lora_rocm.rundir.event_index import read_log
+from lora_rocm.rundir.event_line import SkippedLines
 from lora_rocm.rundir.event_log import NAMED, REAL, WHOLE, EventLog
 from lora_rocm.rundir.event_types import RUN_EVENTS, DataEvent, Event, NoticeEvent, StartEvent, StepEvent
 from lora_rocm.rundir.events import EventReader, EventWriter, current_steps
@@ -107,14 +108,46 @@ def path(tmp_path: Path) -> Path:
 
 def lies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of lines parsed from now on."""
-    parsed, real = [0], event_log.event_of
+    parsed, one, several = [0], event_log.event_of, event_log.steps_of
 
     def counted(*given: Any) -> Event | None:
         parsed[0] += 1
-        return real(*given)
+        return one(*given)
+
+    def counted_together(lines: Sequence[bytes]) -> list[StepEvent] | None:
+        parsed[0] += len(lines)
+        return several(lines)
 
     monkeypatch.setattr(event_log, "event_of", counted)
+    monkeypatch.setattr(event_log, "steps_of", counted_together)
     return parsed
+
+
+TORN: dict[str, Callable[[bytes, bytes], list[bytes]]] = {
+    "cut": lambda one, two: [one[:-20], two],
+    "cut in a name": lambda one, two: [one[:-2] + b', "a', two],
+    "cut in an object": lambda one, two: [one[:-1], two],
+    "cut to nothing": lambda one, two: [event_line.STEP_BEGIN, two],
+    "two on a line": lambda one, two: [one + b", " + two],
+    "two on a line, and one torn": lambda one, two: [one + b", " + two, two[:-1]],
+    "broken in two": lambda one, two: [one[:60], one[60:], two],
+    "broken before an object": lambda one, two: [one[: one.rindex(b"{")], one[one.rindex(b"{") :], two],
+    "an unknown field": lambda one, two: [one[:-1] + b', "depth": 3}', two],
+    "not a number": lambda one, two: [one.replace(b'"loss": ', b'"loss": NaN, "was": '), two],
+    "whole": lambda one, two: [one, two],
+}
+
+
+@pytest.mark.parametrize("harm", TORN)
+def test_steps_parsed_together_are_those_parsed_alone(harm: str) -> None:
+    one, two = (line("step", **step_fields(updates)).rstrip() for updates in (7, 8))
+    lines = [two, *TORN[harm](one, two), two]
+    together, alone = EventLog(), SkippedLines()
+    together.read(lines)
+    events = [event for each in lines if (event := event_line.event_of(each, alone)) is not None]
+    assert [each.to_json() for each in together.steps] == [each.to_json() for each in events]
+    assert together.set_aside == alone and together.num_lines == len(lines)
+    assert (event_line.steps_of(lines) is not None) == (harm == "whole")
 
 
 def test_an_index_saves_reading_and_grows_with_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

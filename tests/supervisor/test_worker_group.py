@@ -73,7 +73,7 @@ def test_one_code_for_all_and_a_stop_is_a_stop() -> None:
     assert verdict(both) == 0
     stopped: list[Any] = [Ended(0, 130), Ended(1, 130)]
     assert verdict(stopped) == 130
-    killed: list[Any] = [Ended(0, LOST), Ended(1, StoppedError("killed", "Ended at once."))]
+    killed: list[Any] = [Ended(0, LOST), Ended(1, StoppedError("killed", "The run was killed."))]
     with pytest.raises(StoppedError):
         verdict(killed)
 

@@ -24,7 +24,7 @@ from lora_rocm.errors import (
 )
 from lora_rocm.processes.process import error_from_event, kill_tree, own_group
 from lora_rocm.rundir.event_types import ErrorEvent
-from lora_rocm.rundir.exit_status import describe_exit, died
+from lora_rocm.rundir.exit_status import describe_exit, worker_died_error
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.worker_process import Worker, run_worker, with_fitting_fix, worker_command
 from tests.supervisor.fake_run import save_recipe
@@ -247,7 +247,7 @@ def test_a_grandchild_without_a_parent_is_found_by_its_group(
 )
 def test_describe_exit(code: int, words: Worded) -> None:
     assert says(describe_exit(code), words)
-    assert says(died("It", code, b""), "no_torch/without-saying-why")
+    assert says(worker_died_error("It", code, b""), "no_torch/without-saying-why")
 
 
 def test_worker_command(run_dir: RunDir) -> None:

@@ -19,7 +19,7 @@ from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.event_types import StepEvent
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.train import pipeline
+from lora_rocm.train import pipeline, resume
 from lora_rocm.train.checkpoint import discard_newer
 from lora_rocm.train.session import Session
 from tests.event_lines import read_events
@@ -91,7 +91,7 @@ def start(
         )
     )
     try:
-        checkpoint = pipeline.find_checkpoint(session, chosen)
+        checkpoint = resume.find_checkpoint(session, chosen)
         dtype = DTYPES[recipe.train.mixed_precision]
         begin = pipeline.StartContext(session, recipe, device, dtype, settings, checkpoint, accept_changes)
         finished, _ = pipeline.train(begin)

@@ -1,4 +1,4 @@
-"""A resume uses the base that the run began with: other bytes are refused, whatever times and memories show."""
+"""A resume uses the base that the run began with: other bytes are refused, regardless of times and memories."""
 
 from __future__ import annotations
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from lora_rocm.checks.canary import Canary
 from lora_rocm.device.placement.base import Resident
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device
+from lora_rocm.encoded_cache import encode_session
 from lora_rocm.errors import CanaryError, TransferError
 from lora_rocm.families.base import family_for
 from lora_rocm.families.common import vae as vae_module
 from lora_rocm.hardware.settings import Settings
-from lora_rocm.latent_cache import encode_session
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.rundir.event_types import CacheEvent
 from lora_rocm.rundir.layout import RunDir

@@ -14,10 +14,10 @@ from PIL import Image
 from lora_rocm.dataset.sources.scan import scan
 from lora_rocm.device.placement.base import Resident
 from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.encoded_cache.cache import LatentCache
+from lora_rocm.encoded_cache.encode_session import Encoding
 from lora_rocm.errors import StoppedError
 from lora_rocm.families.base import PreviewRequest, Tensors, family_for
-from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import class_images, pipeline

@@ -22,7 +22,7 @@ from lora_rocm.errors import LoraRocmError, MachineError, UserError
 from lora_rocm.families.base import family_for
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.kernels import backend as choice
-from lora_rocm.memory.controller import decide
+from lora_rocm.memory.manager import decide
 from lora_rocm.rundir.event_types import CompileEvent, Event, NoticeEvent
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_context import NOBODY, RunContext

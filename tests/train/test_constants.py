@@ -160,8 +160,8 @@ def test_whatever_a_run_keeps_is_guarded(material: Path, tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize(("module", "owner"), [
-    ("lora_rocm.optim.adamw_8bit", "QuantisedMoment"), ("lora_rocm.families.common.objectives.ddpm", "NoiseSchedule"),
-    ("lora_rocm.families.common.objectives.base", "LatentSpace"),
+    ("lora_rocm.optim.adamw_8bit", "QuantisedMoment"), ("lora_rocm.families.objectives.ddpm", "NoiseSchedule"),
+    ("lora_rocm.families.objectives.base", "LatentSpace"),
 ])  # fmt: skip
 def test_a_constant_that_is_not_registered_is_found(
     material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, owner: str

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from lora_rocm.encoded_cache.cache import LatentCache
 from lora_rocm.errors import StorageError
-from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.rundir.event_types import CacheEvent, Event
 from lora_rocm.rundir.layout import RunDir

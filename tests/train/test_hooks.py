@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from lora_rocm.families.common.objectives.base import Prediction
+from lora_rocm.families.objectives.base import Prediction
 from lora_rocm.rundir.events import EventWriter
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train.held_out import VALIDATION_POSITIONS

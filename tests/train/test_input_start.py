@@ -46,7 +46,7 @@ def test_a_holds_the_directions_of_what_the_layers_are_given(
     sketched = input_start._sketched
 
     def listening(adapter: LoraAdapter, *args: Any) -> Any:
-        """The inputs of the base layers themselves, which are called whatever else reads them."""
+        """The inputs of the base layers themselves, which are called even if something else reads them."""
         handles = [
             layer.get_base_layer().register_forward_pre_hook(
                 lambda module, args, name=name: seen.setdefault(name, []).append(args[0].detach().flatten(0, -2))

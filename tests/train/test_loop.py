@@ -18,7 +18,7 @@ from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device, fingerprint
 from lora_rocm.errors import NonFiniteError, TransferError
 from lora_rocm.families.base import LoadedModel
-from lora_rocm.families.common.objectives.base import Draws, Prediction
+from lora_rocm.families.objectives.base import Draws, Prediction
 from lora_rocm.kernels.adapter_dropout import DropoutDraws
 from lora_rocm.loader.batch import Batch
 from lora_rocm.memory.oom_recovery import Relief

@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor
 
 from lora_rocm.errors import ResumeError
-from lora_rocm.families.common.objectives.ddpm import DdpmObjective
+from lora_rocm.families.objectives.ddpm import DdpmObjective
 from lora_rocm.recipe.schema import Recipe
 from tests.train.runs import bytes_of, make_recipe, material, rewound, start
 

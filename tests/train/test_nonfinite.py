@@ -24,7 +24,7 @@ from lora_rocm.rules.mitigations import seen_of_code
 from lora_rocm.rundir.event_types import Event, StepEvent
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import context as start_facts
-from lora_rocm.train import pipeline
+from lora_rocm.train import pipeline, resume
 from lora_rocm.train.checkpoint import latest_valid, read_checkpoint
 from lora_rocm.train.load_model import HoldsCodes
 from lora_rocm.train.loop import Trainer
@@ -89,7 +89,7 @@ def start(recipe: Recipe, run_dir: Path, attempt: int = 0, stop_at: int = STEPS 
 
     session.readers.append(stop)
     try:
-        checkpoint = pipeline.find_checkpoint(session, None)
+        checkpoint = resume.find_checkpoint(session, None)
         return pipeline.train(
             pipeline.StartContext(session, recipe, CPU, torch.float32, Settings(), checkpoint, False, attempt)
         )[0]
@@ -239,14 +239,14 @@ def test_a_roll_back_draws_other_noise_for_the_same_data_however_often_it_is_int
     shutil.copytree(stopped, tmp_path / "forgetful")
     assert start(recipe, stopped)  # it is saved: nobody has to repeat it
     assert bytes_of(stopped) == bytes_of(straight)
-    restore = pipeline._restore
+    restore = resume.restore
 
     def forgetful(*args: Any) -> Any:
         position = restore(*args)
         position.attempt = 0
         return position
 
-    monkeypatch.setattr(pipeline, "_restore", forgetful)  # negative control
+    monkeypatch.setattr(resume, "restore", forgetful)  # negative control
     assert start(recipe, tmp_path / "forgetful") and bytes_of(tmp_path / "forgetful") != bytes_of(straight)
 
 

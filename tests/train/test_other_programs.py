@@ -16,9 +16,9 @@ from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.device import allocator
 from lora_rocm.device.allocator import NO_LIMIT, LimitFollower, limit_now, room_bytes
 from lora_rocm.families.base import LoadedModel
-from lora_rocm.families.common.objectives.base import Prediction
+from lora_rocm.families.objectives.base import Prediction
 from lora_rocm.hardware.memory_budget import GIB
-from lora_rocm.memory import controller, oom_recovery
+from lora_rocm.memory import manager, oom_recovery
 from lora_rocm.planning.step_plan import Plan, Rates, StepRequirements, choose
 from lora_rocm.train import load_model, standalone
 from tests.commands.test_plan import net, recipe
@@ -192,7 +192,7 @@ def test_the_first_pass_asks_for_its_budget_anew(tmp_path: Path, monkeypatch: py
     """Another plan is chosen if others took memory since the first one was."""
     card = FakeCard(tmp_path, libraries=LIBRARIES).install(monkeypatch)
     budget = room_bytes(GPU, SETTINGS)
-    memory = controller.choose_from(recipe(), net(), StepRequirements(batch_size=2), budget, Rig().trainer.context)
+    memory = manager.choose_from(recipe(), net(), StepRequirements(batch_size=2), budget, Rig().trainer.context)
     assert memory.plan is not None and memory.plan.mode == "keep"
     memory.room = lambda: room_bytes(GPU, SETTINGS)
     monkeypatch.setattr(memory, "_peak", lambda *how: memory.plan.peak_bytes)  # type: ignore[union-attr]

@@ -28,7 +28,7 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.checkpoint_record import Position
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import context as start_facts
-from lora_rocm.train import pipeline
+from lora_rocm.train import pipeline, resume
 from lora_rocm.train.checkpoint import latest_valid, save_checkpoint
 from lora_rocm.train.loop import Trainer
 from tests.event_lines import read_events
@@ -159,8 +159,8 @@ def test_a_resume_that_forgets_something_gives_other_bytes(
     recipe = make_recipe(material)
     rewound(straight, tmp_path / "stopped")
     if forgotten == "position":
-        restore = pipeline._restore
-        monkeypatch.setattr(pipeline, "_restore", lambda *args: Position(iteration=2, updates=restore(*args).updates))
+        restore = resume.restore
+        monkeypatch.setattr(resume, "restore", lambda *args: Position(iteration=2, updates=restore(*args).updates))
     elif forgotten == "optimizer":
         monkeypatch.setattr("lora_rocm.optim.base.GatedOptimizer.load", lambda self, *tensors: self.state_guard.reset())
     else:

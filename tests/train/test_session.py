@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from lora_rocm.encoded_cache.cache import LatentCache
 from lora_rocm.errors import StoppedError
-from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train.disk_forecast import CacheRoom
 from lora_rocm.train.session import Session

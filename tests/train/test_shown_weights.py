@@ -18,9 +18,9 @@ import lora_rocm
 from lora_rocm.children import conversions, model_child
 from lora_rocm.errors import ResumeError
 from lora_rocm.export.verify import Verification
-from lora_rocm.families.registry import PRODUCT
+from lora_rocm.families.registry import FAMILIES
 from lora_rocm.optim import schedule_free
-from lora_rocm.optim.factory import RULES, rule_of
+from lora_rocm.optim.registry import RULES, rule_of
 from lora_rocm.optim.update_rule import UpdateRule, shown_weights
 from lora_rocm.processes.jobs import ExportJob
 from lora_rocm.recipe.optim_sections import OPTIMIZERS, AdamwSection, ScheduleFreeSection
@@ -140,7 +140,7 @@ def test_an_export_of_a_finished_run_is_the_file_of_the_run(
     case: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files in fp32, which show the last bit."""
-    output = {"dtype": "fp32", "formats": ["kohya", "peft"] if case in QUICK else list(PRODUCT["sdxl"].formats)}
+    output = {"dtype": "fp32", "formats": ["kohya", "peft"] if case in QUICK else list(FAMILIES["sdxl"].formats)}
     recipe = recipe_of(material, {**CASES[case], "output": output})
     assert_same_by_every_way(recipe, tmp_path, monkeypatch)
 
@@ -152,7 +152,7 @@ WAYS = ("averaging", "EMA")
     ("family", "way"),
     [
         ("causal-lm", "averaging"),
-        *(pytest.param(name, way, marks=pytest.mark.slow) for name in PRODUCT.names for way in WAYS),
+        *(pytest.param(name, way, marks=pytest.mark.slow) for name in FAMILIES.names for way in WAYS),
     ],
 )
 def test_so_it_is_of_every_family_in_every_format(
@@ -230,7 +230,7 @@ def test_state_of_another_optimizer_is_refused() -> None:
 
 
 RAW = {
-    "part_to_resume": {"train/checkpoint.py", "train/load_model.py", "train/pipeline.py"},
+    "part_to_resume": {"train/checkpoint.py", "train/load_model.py", "train/resume.py"},
     "averaged": {"optim/schedule_free.py", "optim/update_rule.py"},
     "FILE_OF": {"rundir/layout.py", "rundir/checkpoint_record.py", "train/checkpoint.py"},
 }

@@ -1,4 +1,4 @@
-"""The loop on several ranks (threads, each with its own rig): the updates of one, whatever happens to one."""
+"""The loop on several ranks (threads, each with its own rig): the updates of one, even if something happens to one."""
 
 from __future__ import annotations
 

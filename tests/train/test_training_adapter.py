@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from lora_rocm.adapters.attach import attach_file
 from lora_rocm.adapters.training_adapter import NAME, TrainingAdapter
+from lora_rocm.encoded_cache.cache import LatentCache
+from lora_rocm.encoded_cache.encode_session import Encoding
+from lora_rocm.encoded_cache.prepare import prepare
 from lora_rocm.errors import ResumeError
 from lora_rocm.families.base import family_for
-from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.encode_session import Encoding
-from lora_rocm.latent_cache.prepare import prepare
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import preview

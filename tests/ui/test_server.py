@@ -1,4 +1,4 @@
-"""The server in a process of its own or a thread: ports, the link, slow clients, many requests, its end."""
+"""The server in its own process or in a thread: ports, the link, slow clients, many requests, its end."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_command_prints_its_link_answers_and_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [600, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_many_requests(count: int, served: PageServer) -> None:
-    """Of them, each hundredth is a list of runs; wrong paths, wrong hosts and missing proofs are among them."""
+    """Each hundredth is a list of runs; wrong paths, wrong hosts and missing proofs are among them."""
     write_whole_run(RunDir(served.context.folders.runs / "a"))
     with connected(served) as (asked, headers):
         _ask(asked, headers, count)

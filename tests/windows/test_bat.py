@@ -316,7 +316,7 @@ def test_text_is_utf8_and_the_users_variables_survive(stage: Stage) -> None:
 
 
 def test_programs_in_the_current_folder_are_not_looked_for(stage: Stage) -> None:
-    """By ``cmd``, for which Wine 8 has no ear, and by whatever is started; a prompt of the user's is as it was."""
+    """By ``cmd``, for which Wine 8 has no ear, and by any started program; a prompt of the user's is as it was."""
     name = "NoDefaultCurrentDirectoryInExePath"
     assert all(call.environment[name] == "1" for call in stage.prompt("train.bat", "x.yaml").calls)
     command = stage.prompt("shell.bat", "py x", says=ENV).calls[-1]

@@ -162,7 +162,7 @@ class LohaAdapter(FactorAdapter):
             tensor.copy_(torch.randn(tensor.shape, generator=rng) * SPREAD[role])
 
     def fill(self, layer: Any, entry: LohaEntry) -> None:
-        """Copy the entry's effect. The layer may have another scale than the file, and a higher rank."""
+        """Copy the entry's effect. The layer may have a different scale than the file, and a higher rank."""
         ours = NAMES.split(self.trained(layer, PEFT_NAME))
         for mine, theirs in zip(ours, (entry.w1, entry.w2), strict=True):
             mine[0].zero_()[:, : entry.rank].copy_(theirs[0])

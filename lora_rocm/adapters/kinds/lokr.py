@@ -212,7 +212,7 @@ class LokrAdapter(FactorAdapter):
         last.zero_()
 
     def fill(self, layer: Any, entry: LokrEntry) -> None:
-        """Copy the entry's effect. The layer may have another scale than the file, and a higher rank."""
+        """Copy the entry's effect. The layer may have a different scale than the file, and a higher rank."""
         ours = NAMES.split(self.trained(layer, PEFT_NAME))
         for mine, theirs in zip(ours, (entry.w1, entry.w2), strict=True):
             if len(mine) == 1:
@@ -277,7 +277,10 @@ class LokrAdapter(FactorAdapter):
 
 
 def _rank_of_whole(entry: LokrEntry) -> int:
-    """Return the lowest rank at which a layer's w2 is one matrix, as the entry's is; 0 if the entry's is a product."""
+    """Return the lowest rank at which the layer stores w2 as one matrix, if the entry's w2 is one matrix.
+
+    Return 0 if the entry's w2 is a product.
+    """
     return -(-max(entry.sides[1], entry.sides[3]) // 2) if len(entry.w2) == 1 else 0
 
 

@@ -16,13 +16,13 @@ from peft import LoraConfig, PeftConfig
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from lora_rocm.adapters.adapter_files import plain_number
 from lora_rocm.adapters.adapter_kind import PEFT_NAME
+from lora_rocm.adapters.adapter_to_entries import plain_number
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.entry import Form
-from lora_rocm.adapters.files.module_names import COMFYUI, SD_SCRIPTS, adaptable, canonical
 from lora_rocm.adapters.kinds.lora_entry import LORA, LoraEntry
 from lora_rocm.adapters.kinds.lora_start import START, attach_start, cast_start, factors, fill_start, less_start
+from lora_rocm.adapters.lora_files.key_table import COMFYUI, SD_SCRIPTS, adaptable, canonical
 from lora_rocm.adapters.targets import either
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
@@ -161,7 +161,7 @@ class LoraAdapter(Adapter):
         return {name: weight for name, weight in found.items() if weight.ndim == 2}
 
     def fill(self, layer: Any, entry: LoraEntry) -> None:
-        """Copy the entry's effect. The layer may have another scale than the file, and a higher rank."""
+        """Copy the entry's effect. The layer may have a different scale than the file, and a higher rank."""
         layer.lora_A[PEFT_NAME].weight[: entry.rank].copy_(entry.down)
         layer.lora_B[PEFT_NAME].weight.zero_()[:, : entry.rank].copy_(entry.up * (entry.scale / trained_scale(layer)))
         if PEFT_NAME in layer.lora_magnitude_vector:

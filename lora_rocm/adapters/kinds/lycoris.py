@@ -1,7 +1,7 @@
 """Common code of LyCORIS' adapter kinds: layers, names of their tensors, and files with two factors.
 
-The layers are PEFT's with another forward pass. It draws random numbers only for dropout, whereas PEFT's forward pass
-draws one in every call.
+The layers are PEFT's, but their forward pass draws random numbers only for dropout. PEFT's forward pass draws one in
+every call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lora_rocm.adapters.adapter_kind import PEFT_NAME
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.entry import Entry, FileModule
-from lora_rocm.adapters.files.module_names import adaptable, canonical
+from lora_rocm.adapters.lora_files.key_table import adaptable, canonical
 from lora_rocm.adapters.targets import either
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.kernels.adapter_dropout import AdapterDropout

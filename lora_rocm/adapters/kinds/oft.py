@@ -97,7 +97,7 @@ class OftEntry(OutputEntry):
     def tensors(self, file_format: Form, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensors of a file, keyed by name.
 
-        LyCORIS stores the constraint under the name "alpha"; it is 0 here.
+        LyCORIS stores the constraint under the name "alpha"; lora-rocm writes 0.
         """
         return {BLOCKS: self.blocks.to(dtype), "alpha": torch.tensor(0.0)}
 
@@ -196,7 +196,7 @@ class OftAdapter(OutputAdapter):
 
     def unfit(self, lora: AdapterSection, entries: Mapping[str, Any], path: Path) -> list[tuple[str, str]]:
         def fits(rank: int | None) -> bool:
-            """Return whether the layers have the file's block sizes, at their present ranks (None) or at this rank."""
+            """Return whether the layers, at this rank or (None) at their own ranks, have the file's block sizes."""
             return all(
                 entry.blocks.shape == OftLayer.sizes(entry.shape[0], rank or ranks.get(name, lora.rank))[BLOCKS]
                 for name, entry in entries.items()

@@ -18,7 +18,7 @@ SIZES = tuple(2**power for power in (12, 16, 20, 24, 28))  # 4 KiB to 256 MiB
 CPU = torch.device("cpu")
 SYSFS = Path("/sys/bus/pci/devices")
 GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
-"""Transfer rate of a PCIe lane in GT/s -> PCIe generation (PCI-SIG base specifications)."""
+"""Generation of PCIe, keyed by the transfer rate of a lane in GT/s (PCI-SIG base specifications)."""
 
 
 def run(device: torch.device, start: int) -> None:
@@ -51,7 +51,7 @@ def gpu_works(gpus: list[torch.device]) -> list[MeasuredRow]:
 
 
 def host_works() -> list[MeasuredRow]:
-    """Return the rows to measure without a GPU."""
+    """Return the rows to measure on a machine without a GPU."""
     return [_work("host to host", "main memory", size, partial(between, CPU, CPU), size) for size in SIZES]
 
 

@@ -26,14 +26,14 @@ from lora_rocm.dataset.sources.sample_image import load_image
 from lora_rocm.dataset.sources.scan import Sample
 from lora_rocm.device.backend_settings import apply
 from lora_rocm.device.precision import choose_device
+from lora_rocm.encoded_cache.cache import LatentCache
+from lora_rocm.encoded_cache.encode_session import Encoding
+from lora_rocm.encoded_cache.image_preprocess import EncodeRequest
 from lora_rocm.families.base import ModelFamily, family_for
 from lora_rocm.hardware.settings import settings_from
-from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.encode_session import Encoding
-from lora_rocm.latent_cache.image_preprocess import EncodeRequest
 from lora_rocm.loader.batches import BatchPlan, Prepared, open_workers, prepare
 from lora_rocm.loader.cached_dataset import Order, Orders, Read
-from lora_rocm.loader.worker_pool import Workers
+from lora_rocm.loader.worker_pool import LoaderWorkers
 from lora_rocm.processes.jobs import LoaderJob, job_of
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
@@ -54,7 +54,7 @@ class Decoder:
     """Loads batches from the image files: it decodes, scales and crops them, as when the cache is filled.
 
     entry: name of a cache entry that depends only on the image.
-    images: cache key -> item and sample.
+    images: item and sample, keyed by cache key.
     """
 
     entry: str
@@ -83,7 +83,7 @@ def worker_counts() -> list[int]:
     return sorted({0, 1, 2, 4, max(4, os.cpu_count() or 1)})
 
 
-def reading(found: dict[str, Any], workers: Workers, reported: list[str], plan: BatchPlan) -> Timed:
+def reading(found: dict[str, Any], workers: LoaderWorkers, reported: list[str], plan: BatchPlan) -> Timed:
     """Return a function that loads batches and returns the seconds per batch.
 
     It stores the seconds until the first batch in ``found``. It raises RuntimeError if the workers reported a notice.

@@ -158,7 +158,7 @@ def prepared(
 def require_backend(backend: str, context: Context, trials: Sequence[Trial]) -> None:
     """Check that a backend's package is installed, and that torch has a kernel for at least one of the shapes.
 
-    If ``backend`` stands for an order of several backends, only the first is checked.
+    If ``backend`` names several backends in order of preference, only the first is checked.
 
     Raises:
         RuntimeError: the package is missing, or no shape is supported.

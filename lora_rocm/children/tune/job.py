@@ -25,7 +25,7 @@ from lora_rocm.device.attention import Call
 from lora_rocm.device.backend_settings import apply
 from lora_rocm.device.precision import choose_device, compute_dtype
 from lora_rocm.families.base import ModelFamily, family_for
-from lora_rocm.families.common.objectives.loss import losses
+from lora_rocm.families.objectives.loss import losses
 from lora_rocm.hardware.settings import Settings, settings_from
 from lora_rocm.memory.footprint import inputs_on_meta, largest_of, meta_model
 from lora_rocm.memory.op_counter import fused_attention

@@ -58,7 +58,7 @@ class CaptionFiles:
         return next(filter(name.endswith, self._longest_first), "")
 
     def add(self, ending: str, path: str) -> None:
-        """Add a caption file that was found. ``ending``: its caption extension. ``path``: its absolute path."""
+        """Add a caption file. ``ending``: its caption extension. ``path``: its absolute path."""
         stem, here = path[: -len(ending)], self._of_stems[ending]
         found = here.find(stem)
         if found is not None and found[0] == stem:  # a.TXT and a.txt

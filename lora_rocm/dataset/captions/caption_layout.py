@@ -17,8 +17,8 @@ class CaptionLayout:
     Attributes:
         num_images: number of images.
         of_extension: number of images with a caption file, by its extension, the most frequent first.
-        with_metadata: number of images without a caption file that a metadata file has a caption for.
-        with_folder_name: number of images without caption that are in a ``10_name`` folder.
+        with_metadata: number of images with a caption in a metadata file but no caption file.
+        with_folder_name: number of images without caption in a ``10_name`` folder.
         with_file_name: number of images without caption that have a descriptive file name.
         missing: number of images without a caption file and without a caption in a metadata file.
     """

@@ -24,9 +24,9 @@ NUMBER_END = re.compile(r"(.+)_([0-9]{1,4})", re.DOTALL)
 class PairedFiles:
     """The companion files of one kind (masks or control images) in one folder, paired with a source's images by name.
 
-    A file belongs to the image with the same path relative to the images' folder. Extensions are ignored, and so are
-    the suffixes used by other trainers ("0-masklabel", "0_mask"). If an image has several files, they are numbered from
-    NAME_0 or NAME_0000 on, as in musubi-tuner.
+    A file belongs to the image with the same path relative to the images' folder. Extensions are ignored, as are the
+    suffixes of other trainers ("0-masklabel", "0_mask"). If an image has several files, they are numbered from NAME_0
+    or NAME_0000 on, as in musubi-tuner.
 
     Args:
         options: options of the source of the images.
@@ -52,14 +52,17 @@ class PairedFiles:
         if not self._beside and os.path.realpath(self._images) == os.path.realpath(self.root):
             raise DataError(
                 f"{key.removesuffix('_path')}-folder-same",
-                f"{key} is the folder of the images themselves.",
+                f"{key} must not be the folder of the images themselves.",
                 where=shown(self.root),
                 fix=f"Move the {noun}s into a separate folder.",
             )
 
     @cached_property
     def _files(self) -> NameIndex[Path]:
-        """The files by relative path without extension. Of several files with one path, only the first is used."""
+        """The files by relative path without extension.
+
+        If several files have the same such path, only the first is used.
+        """
         wanted, found = readable_extensions(), NameIndex[Path]()
         visited, real_root = set[str](), os.path.realpath(self.root)
         for parent, folders, names in os.walk(self.root, onerror=self._refuse, followlinks=True):

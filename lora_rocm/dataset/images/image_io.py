@@ -1,4 +1,4 @@
-"""Reads images with Pillow: sizes from headers, and pixels of any mode as 8-bit sRGB."""
+"""Reads images with Pillow: sizes from headers, and pixels of any mode as 8-bit sRGB, resized and cropped."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def is_dark(content: bytes) -> bool:
             raise UnreadableImage(_reason(error, BytesIO(content))) from error
 
 
-def cut(image: Image.Image, geometry: Geometry, flip: bool) -> Image.Image:
+def resized_crop(image: Image.Image, geometry: Geometry, flip: bool) -> Image.Image:
     """Scale, optionally mirror, and crop an image as its geometry specifies.
 
     The image is mirrored before it is cropped, so crop_top_left has the same value for both views. kohya's trainer also

@@ -1,6 +1,6 @@
 """Registers plugins for image formats that Pillow does not read itself. Runs before any image is opened.
 
-Plugins are optional: those that the user has installed are used.
+Plugins are optional: only those that the user has installed are registered.
 """
 
 from __future__ import annotations

@@ -51,4 +51,4 @@ def misfit(mask_wh: Size, image_wh: Size) -> str:
     if fits(mask_wh, image_wh):
         return ""
     mask, image = (f"{width}x{height}" for width, height in (mask_wh, image_wh))
-    return f"the mask has other proportions than its image: it is {mask}, but the image is {image}"
+    return f"the mask has different proportions than its image: it is {mask}, but the image is {image}"

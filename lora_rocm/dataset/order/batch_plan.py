@@ -144,7 +144,7 @@ class Outline:
 
 @runtime_checkable
 class Outlined(Protocol):
-    """A list of items built on access that can return its outline directly.
+    """A list of items that are built on access. It can return its outline without building them.
 
     Building a million items for the outline would take most of the start-up time.
     """
@@ -375,7 +375,7 @@ class BatchPlan:
         The latest result is stored, because each micro-batch of the update needs it.
 
         Returns:
-            For each batch, a list of (item index, repeat); and the sum of the samples' shares.
+            For each batch, a list of (item index, repeat), and the sum of the samples' shares.
         """
         latest = self._latest
         if latest is not None and latest[0] == (epoch, step):

@@ -340,9 +340,9 @@ def opened(dataset: str, split: str) -> Any:
             if path.suffix.lower() not in BUILDERS:
                 raise DataError(
                     "dataset-kind",
-                    f"A dataset cannot be read from a {path.suffix or 'nameless'} file.",
+                    f"This file type cannot be read as a dataset: {path.suffix or 'no extension'}.",
                     where=where,
-                    fix=f"Supported files: {', '.join(BUILDERS)}. For a folder of images, use the key path.",
+                    fix=f"Supported files: {', '.join(BUILDERS)}. For a folder of images, use path instead.",
                 )
             _check_parquet([path], where)
             found = datasets.load_dataset(BUILDERS[path.suffix.lower()], data_files=glob.escape(str(path)), split=split)
@@ -400,7 +400,7 @@ def _from_folder(path: Path, split: str, where: str) -> Any:
         "There is no dataset in this folder.",
         where=where,
         fix=f"Supported are {', '.join(BUILDERS)} files, images with a metadata file, and folders of save_to_disk. For "
-        "a folder of images or .txt files, use the key path.",
+        "a folder of images or .txt files, use path instead.",
     )
 
 

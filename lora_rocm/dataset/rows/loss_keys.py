@@ -78,7 +78,7 @@ def _by_name() -> tuple[dict[str, LossKey], list[tuple[str, str, LossKey]]]:
 
 @lru_cache(maxsize=4096)
 def meaning_of(key: str) -> LossKey | None:
-    """Return the kind of key that a name belongs to; None if such a key does not affect the loss."""
+    """Return the kind of key that a name belongs to; None if a key of this name does not affect the loss."""
     names, patterns = _by_name()
     name = spelled(key)
     if name in names:

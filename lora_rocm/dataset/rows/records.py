@@ -60,8 +60,8 @@ class Conversation:
             assistant's is included.
         tools: descriptions of functions for the chat template.
         last_only: whether only the last message is trained on.
-        num_completion: number of messages at the end that form a completion. Each of them is trained on, whatever its
-            role. 0 means that all answers of the assistant are trained on.
+        num_completion: number of messages at the end that form a completion. Each of them is trained on, regardless of
+            its role. 0 means that all answers of the assistant are trained on.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -146,7 +146,7 @@ def _sorted(value: Any) -> Any:
 
 
 def _as_json(value: Any) -> object:
-    """Return a value that JSON supports in place of one that it does not: text for dates, decimal numbers and bytes."""
+    """Convert a value that JSON does not support. Dates, decimal numbers and bytes become text."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, bytes | bytearray | memoryview):
@@ -249,7 +249,7 @@ REFUSED: Mapping[str, tuple[str, str]] = {
 
 
 def _refuse_columns(row: RowCells) -> None:
-    """Raise UnusableText if a column of ``REFUSED`` has content in this row, whatever the spelling of its name."""
+    """Raise UnusableText if a column of ``REFUSED`` has content in this row, in any spelling of its name."""
     refused = {spelled(column): found for column, found in REFUSED.items()}
     for column in row:
         holds, fix = refused.get(spelled(column), ("", ""))
@@ -304,7 +304,7 @@ READERS: tuple[tuple[frozenset[str], Callable[[RowCells], Record]], ...] = (
     (frozenset({"instruction", "output"}), _of_instruction),
     (frozenset({"text"}), _of_text),
 )
-"""Readers of rows, each with the columns that a row needs for it. The first matching reader is used."""
+"""Readers of rows, each with the columns that a row must have for this reader. The first matching reader is used."""
 PAIRED = frozenset({"chosen", "rejected"})
 
 
@@ -312,9 +312,9 @@ def pair_of(cells: Cells) -> Pair:
     """Build the pair of answers of a row, as TRL reads it.
 
     The prompt is a separate column, or both answers begin with it. Prompt and answers are texts or lists of messages. A
-    separate prompt is ignored if the answers already contain it. For a list, both answers begin with its messages. For
-    a text, it is enough that both begin with the same messages. LLaMA-Factory's rows have the prompt in the column
-    conversations.
+    separate prompt is ignored if the answers already contain it. Answers contain a list prompt if both begin with its
+    messages. They contain a text prompt if both begin with the same messages. LLaMA-Factory's rows have the prompt in
+    the column conversations.
 
     Raises:
         UnusableText: a column is missing, an answer is empty, the answers are the same, or their prompts differ.
@@ -426,7 +426,7 @@ SYSTEM = ("system", "system_prompt")
 
 
 def _system(row: RowCells, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a list of the system message in the columns ``SYSTEM``; empty without one, or if ``messages`` has one."""
+    """Return a list with the system message of the row; empty if there is none, or ``messages`` already has one."""
     found = {column: row[column] for column in SYSTEM if column in row and row.unread(column)}
     first = messages[0] if messages else {"role": ""}
     if first["role"] in ("system", "developer"):
@@ -559,7 +559,7 @@ def _text(row: RowCells, content: object, where: str) -> str:
 
 
 def _wrapped(made: Any) -> list[Any]:
-    """Convert tool calls that are only a name and arguments to the format of tool_calls."""
+    """Return tool calls in the format of tool_calls. The given calls may have only a name and arguments."""
     return [call if "function" in call else {"type": "function", "function": call} for call in _calls(made)]
 
 

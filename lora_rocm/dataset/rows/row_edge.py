@@ -15,7 +15,7 @@ from lora_rocm.errors import DataError, LoraRocmError
 
 MAX_REASON_LETTERS = 200
 Shared = Callable[[str], DataError]
-"""Function that builds the error for the case that all rows fail, from the reason of one row."""
+"""Function that gets the reason of one failed row. It returns the error to raise if all rows fail."""
 
 
 class SharedCause(UnusableText):

@@ -41,7 +41,7 @@ def rows_of(source: ResolvedSource) -> Iterator[Row]:
     if os.path.isfile(path) and reader is None and path.suffix.lower() != PARQUET:
         raise DataError(
             "dataset-kind",
-            f"Texts are not read from a {path.suffix or 'nameless'} file.",
+            f"This file type cannot be read as a table of texts: {path.suffix or 'no extension'}.",
             where=str(path),
             fix=f"Tables are {', '.join((*READERS, PARQUET))} files. For .txt files, set path to their folder.",
         )
@@ -84,8 +84,8 @@ def row_at(source: ResolvedSource, position: int) -> Cells:
 def without_nulls(row: Mapping[str, Any]) -> Cells:
     """Remove the keys with null values from the mappings in a row's cells.
 
-    In Arrow, all mappings of a column have the same keys. It adds null for the keys that a mapping lacks, which looks
-    like a null that the user wrote. Columns that are null and list elements that are null stay.
+    In Arrow, all mappings of a column have the same keys. Arrow adds null for the keys that a mapping lacks. Such a
+    null looks like one that the user wrote. Columns that are null and list elements that are null stay.
     """
     return {column: _without_nulls(cell) for column, cell in row.items()}
 

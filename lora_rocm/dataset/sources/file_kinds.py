@@ -91,7 +91,7 @@ def kinds() -> FileKinds:
 class CompanionMatch:
     """The kind of companion image that a path indicates.
 
-    paired: whether the file is such a companion only if an image elsewhere has the same name.
+    paired: whether the file counts as a companion only if an image elsewhere has the same name.
     """
 
     companion: ForeignImageKind

@@ -199,9 +199,9 @@ def walk(
 ) -> Folder:
     """Find the images and captions in a folder and its sub-folders.
 
-    Names that begin with a dot are skipped, and so are run directories, because their previews are not training data.
-    Links are followed, but each folder is searched once. Links out of ``root`` are reported, because the LoRA may be
-    published. Skipped files are reported, too.
+    Names that begin with a dot are skipped. Run directories are skipped too, because their previews are not training
+    data. Links are followed, but each folder is searched once. Links out of ``root`` are reported, because the LoRA may
+    be published. Skipped files are reported, too.
 
     Args:
         root: the folder.
@@ -560,7 +560,7 @@ def describes(caption: str) -> bool:
 
 
 def shown(path: object) -> str:
-    """Return a path as one line of printable text that can be encoded, whatever bytes the file name has."""
+    """Return a path as one line of printable text that can be encoded, even if the file name is not valid Unicode."""
     return legible(str(path))
 
 

@@ -244,7 +244,7 @@ class Cropped:
     def add(self, sample: Sample, geometry: Geometry) -> None:
         """Check an image at one resolution. All resolutions of an image must be added one after another.
 
-        A crop that the user specified may remove any area.
+        A crop that the user specified may remove any area without a notice.
         """
         if sample.options.is_one_of > 1:
             self._same.add(sample, geometry)
@@ -375,7 +375,8 @@ def _scan_folder(found: _Findings) -> None:
     if found.uncaptioned and options.caption_fallback == "filename":
         if any(folder.repeat_folder(relative).name for _, relative in folder.images):
             found.notices.append(
-                "kohya's scripts use the folder's name if a caption is missing. So does data.caption_fallback: folder."
+                "kohya's scripts use the folder's name if a caption is missing. To do the same, set "
+                "data.caption_fallback: folder."
             )
 
 
@@ -560,7 +561,7 @@ def _copies(samples: Samples) -> list[str]:
 def notify_copies(
     sample_of: Callable[[int], Sample], groups: Iterable[Sequence[int]], indices: Sequence[int]
 ) -> list[str]:
-    """Return a notice about different files with the same content; one file in two sources is intended.
+    """Return a notice about different files with the same content. One file in two sources is not reported.
 
     Args:
         sample_of: returns the sample with an index.

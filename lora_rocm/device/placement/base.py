@@ -19,7 +19,7 @@ from lora_rocm.device.host_threads import threads_of_one_core
 from lora_rocm.device.transfer import GROUP_BYTES, HOST_THREADS, DeviceTransfer, groups_alike, whole_fingerprints
 
 Ask = Callable[[Sequence[Tensor], int], Tensor]
-"""Function that computes fingerprints of tensors on the device, with the signature of ``whole_fingerprints``."""
+"""Function that computes fingerprints of tensors on the device. It has the signature of ``whole_fingerprints``."""
 
 
 @dataclass(frozen=True)

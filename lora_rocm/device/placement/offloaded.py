@@ -1,10 +1,10 @@
-"""A placement that keeps the frozen weights of blocks in main memory, and fetches each block's weights one block ahead.
+"""A placement that keeps blocks' frozen weights in main memory, and fetches each block's weights one block ahead.
 
 Blocks are recomputed in the backward pass (``families.common.recompute``), so each is used twice: forward and backward.
 A block's weights are one piece of pinned memory, copied as a whole on a separate stream into one of two slots on the
 GPU. A slot is overwritten only after the device has finished all work queued before, including the work that used it.
-That is enough: the forward pass of a block is queued before the next block is entered, and so is its backward pass,
-because autograd runs in reverse order of the forward pass.
+That is enough: the forward pass of a block is queued before the next block is entered. The same holds for its backward
+pass, because autograd runs in reverse order of the forward pass.
 
 After every fetch, the device compares the weights' fingerprint with the one taken on the host. A difference sets
 ``DeviceTransfer.bad``, which stays set: nothing synchronises, and no update uses the data.
@@ -215,7 +215,7 @@ class Offload:
             self._fetch(following, spare=place)
 
     def _ready(self, index: int) -> int:
-        """Make a block's weights views of the slot with their copy, and return the slot's index.
+        """Turn a block's weights into views of the slot that contains their copy. Return the slot's index.
 
         If no slot has a copy, fetch the weights first.
         """

@@ -31,7 +31,7 @@ class Streamed(Resident):
     Args:
         open_transfer: opens a new transfer to the device.
         free: returns the device memory that further tensors may use; called for each encoder. None if memory has
-            already run out: then every encoder is streamed.
+            already run out; in this case every encoder is streamed.
         pin: whether layers in main memory are kept in pinned memory.
         context: receives a notice for each encoder that is streamed.
     """
@@ -87,7 +87,10 @@ class Streamed(Resident):
 
 
 def repeated_layers(module: nn.Module) -> list[nn.Module]:
-    """Return the layers of the outermost ``nn.ModuleList`` with the most weight bytes; empty if there is none."""
+    """Return the layers of the ``nn.ModuleList`` with the most weight bytes, or an empty list if there is none.
+
+    Lists inside other lists are ignored.
+    """
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for each in module.modules():
@@ -98,7 +101,7 @@ def repeated_layers(module: nn.Module) -> list[nn.Module]:
 
 
 def free_for_encoder(device: torch.device, settings: Settings) -> int:
-    """Bytes of GPU memory that further tensors may use, within the current limit and after other programs' usage."""
+    """Bytes of GPU memory that further tensors may use: the current limit, less the memory of other programs."""
     empty_pools()
     LimitFollower(device, settings).renew()
     return max(0, min(free_bytes(device), room_bytes(device, settings) - torch.cuda.memory_allocated(device)))

@@ -28,7 +28,7 @@ from lora_rocm.families.common.dit.blocks.cosmos import fuse
 from lora_rocm.families.common.dit.detect import names_of
 from lora_rocm.families.common.dit.family import TransformerFamily
 from lora_rocm.families.common.vae import VaeEncoder
-from lora_rocm.families.lora_names import FileNames
+from lora_rocm.families.lora_file_names import LoraFileNames
 
 BLOCK = r"transformer_blocks\.\d+\."
 ATTENTION, MLP = r"attn[12]\.(to_[qkv]|to_out\.0)", r"ff\.net\.(0\.proj|2)"
@@ -102,14 +102,18 @@ class Anima(TransformerFamily):
         return {STATES: torch.zeros(rows, MAX_TOKENS, width, dtype=torch.bfloat16)}
 
     @cached_property
-    def files(self) -> FileNames:
-        """As ``TransformerFamily.files``, but with the original release's names.
+    def lora_file_names(self) -> LoraFileNames:
+        """Same as ``TransformerFamily.lora_file_names``, but with the original release's names.
 
         ComfyUI cannot read diffusers' names.
         """
+
+        def comfyui_key(component: str, module: str) -> str:
+            return self.prefixes[component] + names.original(module)
+
         return replace(
-            super().files,
-            key=lambda component, module: self.prefixes[component] + names.original(module),
+            super().lora_file_names,
+            key=comfyui_key,
             original=lambda component, module, rows: ((names.original(module), 0, rows),),
         )
 
@@ -119,7 +123,7 @@ class Anima(TransformerFamily):
         return (*super().check(source), *told)
 
     def velocity(self, model: LoadedModel, latents_BCHW: Tensor, sigma_B: Tensor, batch: Tensors) -> Tensor:
-        """As ``TransformerFamily.velocity``. The model's timestep input is sigma itself, in float32."""
+        """Same as ``TransformerFamily.velocity``. The model's timestep input is sigma itself, in float32."""
         output_BCFHW = model.components["transformer"](  # the last channel marks padding: none
             hidden_states=torch.nn.functional.pad(latents_BCHW, (0, 0, 0, 0, 0, 1)).to(model.dtype)[:, :, None],
             timestep=sigma_B,

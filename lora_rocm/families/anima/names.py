@@ -50,7 +50,7 @@ def original(name: str) -> str:
 
 
 def config_changes(config: Config, tensors: Collection[str]) -> dict[str, Any]:
-    """As ``Layout.changed``.
+    """Return the changed config values, as ``Layout.changed`` requires.
 
     The padding mask becomes an ordinary input channel. Otherwise the model would resize the mask with torchvision,
     which may not be installed. ``max_size`` is raised so that it does not limit positions. The number of blocks is

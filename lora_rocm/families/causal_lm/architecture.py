@@ -141,7 +141,7 @@ def _class_of(kind: str, text_kind: str | None) -> Any:
     if text_kind not in CONFIG_MAPPING or not getattr(whole, "__name__", "").endswith("ForConditionalGeneration"):
         return cls
     if cls not in (None, whole) or whole.config_class is not config:
-        return cls  # AutoModelForCausalLM would load the text model, but with other names than the published ones
+        return cls  # AutoModelForCausalLM would load the text model, but with different names than the published ones
     text: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[text_kind], None)
     return whole if text is not None and text._supports_attention_backend else None
 

@@ -82,7 +82,7 @@ def _with_sinks(
     mask: Tensor | None,
     sinks_H: Tensor,
 ) -> tuple[Tensor, None]:
-    """As ``causal``, with an extra first key that all queries attend to.
+    """Same as ``causal``, but with an extra first key that all queries attend to.
 
     The extra key's logit is the head's sink, and its value is zero. Queries and keys get one more dimension for this.
     In this dimension the extra key is 1, the other keys are 0, and the queries have the sink. An unused first query

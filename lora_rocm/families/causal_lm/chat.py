@@ -42,12 +42,14 @@ BEGIN, END = "⟦", "⟧"
 MAX_TRIED = 32
 """After this many consecutive answers beyond the maximum length, all later answers of the conversation are skipped."""
 MAX_OVER_LIMIT = 8
-"""After this many rows that exceed the chat template's limits, the template is refused, if most rows exceed them."""
+"""Number of rows that may exceed the chat template's limits. The template is refused if more rows do so, and if they
+are most of the rows.
+"""
 MAX_LENGTHS = 50_000
 """Maximum number of samples with a stored length. The length of any other sample is found by encoding it again."""
 MAX_USUAL_GROWTH, MAX_NORMALISED_LETTERS = 100, 1 << 22
 """Usual maximum growth of a text in a normalizer (characters written per character), and the maximum length of a
-normalised text where the growth may be larger.
+normalised text if the growth may be larger.
 """
 
 
@@ -104,7 +106,7 @@ class ChatTokenizer:
         return self._template.is_there
 
     def require_template(self, where: str) -> None:
-        """Refuse a chat template that cannot be compiled, as ``ChatTemplate.require_readable``."""
+        """Refuse a chat template that cannot be compiled (see ``ChatTemplate.require_readable``)."""
         self._template.require_readable(where)
 
     @property
@@ -132,7 +134,7 @@ class ChatTokenizer:
         return (*found, *self._keys.notices)
 
     def parts(self, text: str) -> Sequence[str | None]:
-        """As ``TextReader.parts``.
+        """Implements ``TextReader.parts``.
 
         A conversation is split into one sample per answer if the template rewrites answers when messages follow.
         """
@@ -200,7 +202,10 @@ class ChatTokenizer:
         return record.last_only or self.train_on == "last-turn"
 
     def num_tokens(self, text: str) -> int:
-        """As ``TextReader.num_tokens``. For a pair, the length of the longer answer, to which the other is padded."""
+        """Implements ``TextReader.num_tokens``.
+
+        For a pair, return the length of the longer answer, to which the other one is padded.
+        """
         known = self._lengths.get(_digest(text))
         if known is not None:
             return known
@@ -285,7 +290,7 @@ class ChatTokenizer:
         return [self._used(record, chosen, rejected)]
 
     def shown(self, text: str) -> str:
-        """As ``TextReader.shown``. In a pair, the chosen answer comes first."""
+        """Implements ``TextReader.shown``. In a pair, the chosen answer comes first."""
         record = read(text)
         if isinstance(record, Pair):
             return f"chosen:\n{self._marked_tokens(record.chosen)}\nrejected:\n{self._marked_tokens(record.rejected)}"

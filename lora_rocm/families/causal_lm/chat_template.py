@@ -1,4 +1,4 @@
-"""Renders a tokenizer's chat template: the same text as by ``apply_chat_template``, but with resource limits."""
+"""Renders a tokenizer's chat template to the same text as ``apply_chat_template``, but within resource limits."""
 
 from __future__ import annotations
 

@@ -237,9 +237,9 @@ class Chat:
 
 
 def rewritten(place: int) -> UnusableText:
-    """Return the error for a completion with a message that the chat template rewrites when messages follow.
+    """Return the error for a message of a completion that the chat template writes differently if messages follow.
 
-    The message is not the assistant's.
+    The message is from the user or a tool, not the assistant.
     """
     return UnusableText(
         f"Message {place + 1} of the completion cannot be located, because the chat template "
@@ -255,7 +255,7 @@ def nearby(messages: Sequence[Mapping[str, Any]], start: int, until: int) -> lis
 
 
 def _of_data(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a message in which special tokens are plain text."""
+    """Return those fields of a message in which special tokens count as plain text."""
     own = OWN_WORDS if message["role"] == ANSWERS else ()
     return {
         key: each for key, each in message.items() if key != "role" and (key not in own or not isinstance(each, str))

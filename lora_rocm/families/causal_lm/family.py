@@ -51,12 +51,12 @@ from lora_rocm.families.causal_lm.spec import TOKENS_MULTIPLE, LanguageSection
 from lora_rocm.families.common.caption_encoder import CaptionEncoder, EncodeCaption
 from lora_rocm.families.common.caption_lm import tokenizer_of
 from lora_rocm.families.common.component_check import check_component
-from lora_rocm.families.common.objectives.base import Prediction
-from lora_rocm.families.common.objectives.loss import LOSS_MASK
 from lora_rocm.families.common.recompute import Recomputing, evaluating
 from lora_rocm.families.common.tokenizers import digest, unreadable
 from lora_rocm.families.common.wrong_family import recognised_file, recognised_folder, wrong_family
-from lora_rocm.families.lora_names import FileNames
+from lora_rocm.families.lora_file_names import LoraFileNames
+from lora_rocm.families.objectives.base import Prediction
+from lora_rocm.families.objectives.loss import LOSS_MASK
 from lora_rocm.foundation.names import BUILTIN
 from lora_rocm.kernels.backend import implementation_for
 from lora_rocm.kernels.quantised import quantised
@@ -91,7 +91,7 @@ class CausalLM:
     inpaints = False
     all_components = (COMPONENT,)
     encoder_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
-    files = FileNames(  # no format of the spec is read by diffusers
+    lora_file_names = LoraFileNames(  # no format of the spec is read by diffusers
         {COMPONENT: "base_model.model."}, "folded", lambda _, module: f"base_model.model.{module}", lambda *file: {}
     )
     lora_targets = {
@@ -192,7 +192,7 @@ class CausalLM:
 
     @property
     def start_entry(self) -> EntrySpec | None:
-        """As ``ComparesWithStart.start_entry``: the log-probabilities of a pair's answers, needed for DPO."""
+        """Implements ``ComparesWithStart.start_entry``: the log-probabilities of a pair's answers, needed for DPO."""
         if not self._asked.compares_pairs:
             return None
         return EntrySpec("start", (CAPTION,), {START: TensorSpec("float32", "P")})
@@ -287,7 +287,10 @@ class CausalLM:
 
     @torch.no_grad()
     def at_start(self, model: Callable[[], LoadedModel], inputs: Inputs, placement: Placement) -> Tensors:
-        """As ``ComparesWithStart.at_start``, but zeros for a text that is not a pair, such as a preview's prompt."""
+        """Implements ``ComparesWithStart.at_start``.
+
+        Return zeros for a text that is not a pair, such as a preview's prompt.
+        """
         text = str(inputs[CAPTION])
         if not isinstance(read(text), Pair):
             return {START: torch.zeros(2)}
@@ -323,7 +326,7 @@ class CausalLM:
     def answer(
         self, model: LoadedModel, messages: Sequence[Mapping[str, Any]], sampling: Sampling
     ) -> Generator[str, None, str]:
-        """As ``Answering.answer``."""
+        """Implements ``Answering.answer``."""
         component, ids = model.components[COMPONENT], self.texts.prompt_ids(messages)
         places = places_of(component)
         if places is not None and len(ids) >= places:

@@ -41,7 +41,7 @@ class PackedExperts(nn.Module):
         self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
     def implausible(self) -> list[str]:
-        """As ``HoldsCodes.implausible``."""
+        """Implements ``HoldsCodes.implausible``."""
         scales = [f"{name}_scales" for name in ("gate_up_proj", "down_proj")]
         return [name for name in scales if int(self.get_parameter(name).max()) > LARGEST_SCALE]
 

@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy, logsigmoid
 from torch.utils.checkpoint import checkpoint
 
 from lora_rocm.families.common.adopt import adopt
-from lora_rocm.families.common.objectives.base import Draws
+from lora_rocm.families.objectives.base import Draws
 from lora_rocm.kernels.backend import Implementation
 from lora_rocm.kernels.token_loss import to_loss_gradient
 

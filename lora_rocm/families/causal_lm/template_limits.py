@@ -198,7 +198,10 @@ def _own_size(meter: Meter, value: Any) -> int:
 
 
 def _growth_of_method(meter: Meter, owner: str | bytes | int, name: str, args: Any, kwargs: Any) -> int:
-    """Return the maximum size that a method of a text or number may add to the weights of the object and arguments."""
+    """Return an upper bound for the size of a method's result, beyond the sizes of its object and its arguments.
+
+    ``owner``: the object, a text or a number.
+    """
     given = (*args, *kwargs.values())
     letters = meter.weight(owner)
     if name == "replace" and len(args) > 1:
@@ -314,7 +317,7 @@ def _written_out(value: Any) -> Any:
 
 
 def _rounds(values: Iterable[Any], letters: int = 0) -> Iterator[Any]:
-    """Yield values, and charge a loop iteration with ``letters`` characters of the template's own text for each."""
+    """Yield values. For each value, charge one loop iteration and ``letters`` characters of the template's own text."""
     meter = _meter()
     for value in values:
         meter.spend(1 + letters)

@@ -19,7 +19,7 @@ class CaptionEncoder(ABC):
 
     @abstractmethod
     def opened(self, placement: Placement) -> EncodeCaption:
-        """Load the weights and return ``encode`` for captions, as ``Encoder.load``.
+        """Load the weights and return the function ``encode`` for captions (see ``Encoder.load``).
 
         ``encode`` is called without autograd.
         """

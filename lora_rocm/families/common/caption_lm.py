@@ -33,7 +33,7 @@ class LanguageModelEncoder(CaptionEncoder):
         template: the prompt, with {} in place of the caption.
         max_tokens: number of tokens after which a caption is cut off.
         skipped: number of layers at the end that are not computed.
-        multiple: number of tokens that lengths are a multiple of.
+        multiple: every length is a multiple of this number of tokens.
         weights: storage format of the encoder's layers.
     """
 

@@ -9,10 +9,10 @@ from lora_rocm.base_models.loading import builtin_folder
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.spec import Evidence
 from lora_rocm.foundation.names import BUILTIN
-from lora_rocm.model_files.adapters import families_of
 from lora_rocm.model_files.config_file import read_config
 from lora_rocm.model_files.header import read_header
 from lora_rocm.model_files.models import INDEXES, PARTS, index_of, model_of, pipeline_of
+from lora_rocm.model_files.recognise_adapter import families_of
 
 
 def evidence(base: str, lora: Path) -> Evidence:

@@ -25,9 +25,9 @@ from lora_rocm.cache_store.hash_memory import WEIGHTS_MEMORY, HashMemory
 from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
-from lora_rocm.families.common.objectives.base import CONTROL_LATENTS, HIDDEN_MASK, MEAN, SEEN_LATENTS, STD, LatentSpace
 from lora_rocm.families.common.vae import pixels_per_latent
-from lora_rocm.families.lora_names import FileNames
+from lora_rocm.families.lora_file_names import LoraFileNames
+from lora_rocm.families.objectives.base import CONTROL_LATENTS, HIDDEN_MASK, MEAN, SEEN_LATENTS, STD, LatentSpace
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
 from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN
@@ -87,12 +87,12 @@ class LatentFamily(ABC):
     def text_example(self, rows: int) -> Tensors:
         """Return the text tensors of ``example``: zeros for ``rows`` samples.
 
-        CLIP tokens are as few as for usual captions.
+        There are only as many CLIP tokens as in a usual caption.
         """
 
     @property
     @abstractmethod
-    def files(self) -> FileNames: ...
+    def lora_file_names(self) -> LoraFileNames: ...
 
     @property
     def prediction_type(self) -> str:
@@ -203,7 +203,7 @@ class LatentFamily(ABC):
 
     @cached_property
     def encoders_identity(self) -> str:
-        """As ``EncodesWithComponents.encoders_identity``."""
+        """Implements ``EncodesWithComponents.encoders_identity``."""
         parts = [self.source.fingerprint(name) for name in self.all_components if name not in self._trained]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

@@ -70,9 +70,9 @@ class Recomputing:
     def segments(self, lengths: Iterable[int], blocks: Sequence[nn.Module]) -> Iterator[Sequence[nn.Module]]:
         """Yield neighbouring blocks in segments of these lengths. Remaining blocks are yielded alone.
 
-        Blocks are also yielded alone without ``together``, and in a segment with a block that is not to be recomputed.
-        A longer segment keeps fewer inputs, but the backward pass holds all activations of one segment. So the longest
-        segments should come first: when the backward pass reaches them, few inputs are left.
+        Blocks are also yielded alone if ``together`` is not set, or if their segment contains a block that is not to be
+        recomputed. A longer segment keeps fewer inputs, but the backward pass holds all activations of one segment. So
+        the longest segments should come first: when the backward pass reaches them, few inputs are left.
         """
         first = 0
         for length in lengths:

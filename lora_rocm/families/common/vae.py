@@ -18,14 +18,14 @@ from lora_rocm.base_models.conversion import State, own_names
 from lora_rocm.base_models.loading import BaseSource, ComponentLayout
 from lora_rocm.dataset.entry_spec import IMAGE, EntrySpec, TensorSpec
 from lora_rocm.dataset.images.buckets import Size, covering
-from lora_rocm.dataset.images.image_io import MAX_IMAGE_BYTES, UnreadableImage, cut
+from lora_rocm.dataset.images.image_io import MAX_IMAGE_BYTES, UnreadableImage, resized_crop
 from lora_rocm.dataset.images.image_io import decode as decode_image
 from lora_rocm.dataset.images.preview_images import READ_FIX
 from lora_rocm.device.backend_settings import plain_attention
 from lora_rocm.device.placement.base import Placement
 from lora_rocm.errors import DataError
 from lora_rocm.families.base import Encode, Inputs, Tensors
-from lora_rocm.families.common.objectives.base import MEAN, STD, LatentSpace
+from lora_rocm.families.objectives.base import MEAN, STD, LatentSpace
 from lora_rocm.foundation.bounded_read import read_plain
 
 OLD_ATTENTION = {".query.": ".to_q.", ".key.": ".to_k.", ".value.": ".to_v.", ".proj_attn.": ".to_out.0."}
@@ -137,7 +137,7 @@ def encode_control(
         DataError: the file cannot be read.
     """
     image = read_image(path, "control image", decode_image)
-    seen = cut(image, covering((image.height, image.width), size_hw), flip=False)
+    seen = resized_crop(image, covering((image.height, image.width), size_hw), flip=False)
     return encode(source, device, VaeImageProcessor(vae_scale_factor=1).preprocess(seen), space, in_tiles)
 
 

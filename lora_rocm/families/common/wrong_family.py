@@ -9,11 +9,11 @@ from pathlib import Path
 from lora_rocm.errors import ModelError
 from lora_rocm.families.registry import FamilyRegistry
 from lora_rocm.foundation.terminal_text import printable
-from lora_rocm.model_files.adapters import kind_of
 from lora_rocm.model_files.component_folder import COMPONENT_CONFIG, weight_files
 from lora_rocm.model_files.config_file import read_config
 from lora_rocm.model_files.header import TensorFileHeader, read_header
 from lora_rocm.model_files.models import index_of, model_of, pipeline_of
+from lora_rocm.model_files.recognise_adapter import kind_of
 
 
 @dataclass(frozen=True)

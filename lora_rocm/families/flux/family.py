@@ -27,7 +27,6 @@ from lora_rocm.families.common.dit.detect import called_otherwise
 from lora_rocm.families.common.dit.family import TransformerFamily
 from lora_rocm.families.common.dit.packing import packed, places, unpacked
 from lora_rocm.families.common.dit.sampling import GUIDANCE
-from lora_rocm.families.common.objectives.base import CONTROL_LATENTS, Prediction
 from lora_rocm.families.common.vae import VAE, VaeEncoder
 from lora_rocm.families.flux import names
 from lora_rocm.families.flux.encoders import (
@@ -40,7 +39,8 @@ from lora_rocm.families.flux.encoders import (
     t5_part,
 )
 from lora_rocm.families.flux.spec import FluxSection
-from lora_rocm.families.lora_names import FileNames
+from lora_rocm.families.lora_file_names import LoraFileNames
+from lora_rocm.families.objectives.base import CONTROL_LATENTS, Prediction
 from lora_rocm.recipe.schema import Recipe
 
 MAX_TOKENS, MAX_TOKENS_SCHNELL = 512, 256
@@ -120,11 +120,11 @@ class Flux(TransformerFamily):
         return {STATES: states, POOLED: torch.zeros(rows, config.whole("pooled_projection_dim"))}
 
     @cached_property
-    def files(self) -> FileNames:
-        return replace(super().files, original=names.original_rows)
+    def lora_file_names(self) -> LoraFileNames:
+        return replace(super().lora_file_names, original=names.original_rows)
 
     def check(self, source: BaseSource) -> tuple[str, ...]:
-        """As ``TransformerFamily.check``. The variant in the base's configs is also compared with the recipe's."""
+        """Same as ``TransformerFamily.check``. The variant in the base's configs is also compared with the recipe's."""
         # A single file: its tensors show whether it reads guidance.
         header, variant = source.single_header, self._model.variant
         if header is not None and names.reads_guidance(header.tensors) is self._is_schnell:
@@ -160,7 +160,7 @@ class Flux(TransformerFamily):
         return notices
 
     def predict(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> Prediction:
-        """As ``TransformerFamily.predict``, with rounded noise levels.
+        """Same as ``TransformerFamily.predict``, but with rounded noise levels.
 
         The model computes 1000 * sigma in its own dtype. So sigma is rounded in the same way before noise is added.
         """
@@ -172,9 +172,12 @@ class Flux(TransformerFamily):
         return self.objective.prediction(predicted_BCHW, target_BCHW, draws)
 
     def velocity(self, model: LoadedModel, latents_BCHW: Tensor, sigma_B: Tensor, batch: Tensors) -> Tensor:
-        """As ``TransformerFamily.velocity``. ``batch`` may also have the guidance scale [B], which is a model input.
+        """Same as ``TransformerFamily.velocity``.
 
-        It may also have normalised latents of control images. Their tokens are appended to the image's tokens.
+        ``batch`` may also contain the guidance scale [B], which is a model input.
+
+        ``batch`` may also contain normalised latents of control images. Their tokens are appended to the image's
+        tokens.
         """
         high, wide = latents_BCHW.shape[-2] // self.patch, latents_BCHW.shape[-1] // self.patch
         tokens_BID, image_I3 = packed(latents_BCHW.to(model.dtype)), places(high, wide, latents_BCHW.device)

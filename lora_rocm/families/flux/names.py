@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from torch import Tensor, nn
 
 from lora_rocm.base_models.conversion import State
-from lora_rocm.families.lora_names import Rows
+from lora_rocm.families.lora_file_names import Rows
 
 DOUBLE, SINGLE = "double_blocks.#.", "single_blocks.#."
 ATTENTION, ADDED = "transformer_blocks.#.attn.", "transformer_blocks.#.attn.add_"
@@ -58,9 +58,9 @@ def reads_guidance(tensors: Collection[str]) -> bool | None:
 
 
 def original_rows(component: str, module: str, rows: int) -> Rows:
-    """Return original names and rows, as ``FileNames.original``.
+    """Return a module's position in files of the original release (see ``LoraFileNames.original``).
 
-    Query, key and value have the same number of rows, and the MLP has four times that number.
+    A fused matrix consists of query, key, value and MLP. The MLP has four times as many rows as each of the others.
     """
     number = BLOCK_NUMBER.search(module)
     original, place = ORIGINALS[BLOCK_NUMBER.sub("#", module)]

@@ -17,7 +17,7 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection
 from lora_rocm.base_models.loading import ComponentLayout, ModelLayout, TokenizerOf
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
 from lora_rocm.families.common import clip
-from lora_rocm.families.common.unet import inpainting, kohya_keys, original_names
+from lora_rocm.families.common.unet import inpainting, lora_file_names, original_names
 from lora_rocm.families.common.unet.detect import Expected
 from lora_rocm.families.common.unet.family import LdmFamily
 from lora_rocm.families.common.vae import VAE
@@ -58,7 +58,7 @@ class Sdxl(LdmFamily):
     expected = EXPECTED
     pipeline = StableDiffusionXLPipeline
     text_components = TEXT_COMPONENTS
-    prefixes = kohya_keys.PREFIXES
+    prefixes = lora_file_names.PREFIXES
     token_names = ("input_ids_1", "input_ids_2")
 
     def text_encoders(self) -> Sequence[Encoder]:
@@ -118,4 +118,4 @@ class Sdxl(LdmFamily):
         )
 
     def kohya_key(self, component: str, module: str) -> str:
-        return kohya_keys.kohya_key(component, module, self.source.config("unet"))
+        return lora_file_names.kohya_key(component, module, self.source.config("unet"))

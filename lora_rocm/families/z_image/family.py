@@ -25,7 +25,7 @@ from lora_rocm.families.common.dit.blocks.z_image import fuse
 from lora_rocm.families.common.dit.detect import called_otherwise
 from lora_rocm.families.common.dit.family import TransformerFamily
 from lora_rocm.families.common.vae import VAE, VaeEncoder
-from lora_rocm.families.lora_names import FileNames, Rows
+from lora_rocm.families.lora_file_names import LoraFileNames, Rows
 from lora_rocm.families.z_image import names
 from lora_rocm.families.z_image.forward import CAPTION_MULTIPLE, predicted
 from lora_rocm.families.z_image.spec import ZImageSection
@@ -81,8 +81,8 @@ class ZImage(TransformerFamily):
         return caption_lm.zeros(rows, MAX_TOKENS, self.source.config("transformer").whole("cap_feat_dim"))
 
     @cached_property
-    def files(self) -> FileNames:
-        """As ``TransformerFamily.files``, with names for musubi-tuner.
+    def lora_file_names(self) -> LoraFileNames:
+        """Same as ``TransformerFamily.lora_file_names``, but with names for musubi-tuner.
 
         These names are based on diffusers' module names, with no modules fused.
         """
@@ -90,10 +90,13 @@ class ZImage(TransformerFamily):
         def scripts(component: str, module: str, rows: int) -> Rows:
             return ((f"lora_unet_{module.replace('.', '_')}", 0, rows),)
 
-        return replace(super().files, original=names.original_rows, scripts=scripts)
+        return replace(super().lora_file_names, original=names.original_rows, scripts=scripts)
 
     def check(self, source: BaseSource) -> tuple[str, ...]:
-        """As ``TransformerFamily.check``. The base's name and scheduler are also compared with the recipe's variant."""
+        """Same as ``TransformerFamily.check``.
+
+        The base's name and scheduler are also compared with the recipe's variant.
+        """
         notices = super().check(source)
         variant, shift = self._variant, source.config("scheduler").number("shift", 1.0, or_null=True)
         notices += called_otherwise(source, self.recipe.spec, variant, ("turbo",))
@@ -124,7 +127,7 @@ class ZImage(TransformerFamily):
         return model.variant
 
     def velocity(self, model: LoadedModel, latents_BCHW: Tensor, sigma_B: Tensor, batch: Tensors) -> Tensor:
-        """As ``TransformerFamily.velocity``.
+        """Same as ``TransformerFamily.velocity``.
 
         The model's time is ``1 - sigma``, and it predicts the negative velocity.
         """

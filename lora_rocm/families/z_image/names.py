@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from lora_rocm.base_models.conversion import State
-from lora_rocm.families.lora_names import Rows
+from lora_rocm.families.lora_file_names import Rows
 
 STARTS = {"x_embedder.": "all_x_embedder.2-1.", "final_layer.": "all_final_layer.2-1."}
 PARTS = {
@@ -17,7 +17,10 @@ FUSED = ".attention.qkv."
 
 
 def original_rows(component: str, module: str, rows: int) -> Rows:
-    """Return original names and rows, as ``FileNames.original``. Query, key and value have the same number of rows."""
+    """Return a module's position in files of the original release (see ``LoraFileNames.original``).
+
+    A fused matrix consists of query, key and value, which have the same number of rows.
+    """
     path = f"{module}."
     for old, new in (STARTS | PARTS).items():
         path = path.replace(new, old)

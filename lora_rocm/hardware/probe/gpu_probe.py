@@ -150,7 +150,7 @@ def _bank_bytes(reads: ProbeReads, folder: str) -> int | None:
 
 
 def _used(reads: ProbeReads, device: str) -> int | None:
-    """Return the bytes in use on a card. They are None for a sleeping card, because reading them may wake it."""
+    """Return the bytes in use on a card. Return None for a sleeping card, because reading its counter may wake it."""
     asleep = reads.line(f"{device}/power/runtime_status") == "suspended"
     return None if asleep else reads.number(f"{device}/mem_info_vram_used")
 

@@ -164,7 +164,7 @@ def _rocm(reads: ProbeReads) -> str | None:
 def _firmware_package(reads: ProbeReads, deep: bool) -> str | None:
     """Return the version of the package with the GPU's firmware, from dpkg, pacman or rpm.
 
-    rpm is slow, so it is asked only if ``deep``.
+    rpm is slow, so it is run only if ``deep`` is set.
     """
     status = reads.text("/var/lib/dpkg/status", limit=DPKG_BYTES)
     if status is not None:

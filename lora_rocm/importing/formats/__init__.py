@@ -1,1 +1,1 @@
-"""File formats of other trainers' configurations: each is read into settings with their lines."""
+"""Readers for the file formats of other trainers' configurations. They return settings with line numbers."""

@@ -1,4 +1,4 @@
-"""The options of a command line in a shell script, a batch file or a PowerShell script. Nothing is executed."""
+"""Reads the options of a command line from a shell script, batch file or PowerShell script. Nothing is executed."""
 
 from __future__ import annotations
 
@@ -30,28 +30,29 @@ COMMENT: dict[Shell, re.Pattern[str]] = {
 SHELLS: dict[str, Shell] = {".sh": "sh", ".bash": "sh", ".bat": "bat", ".cmd": "bat", ".ps1": "ps1"}
 OPTION = re.compile(r"--?[A-Za-z][\w.-]*$")
 UNSET = re.compile(r"\$\{?\w|%\w+%|\$\(|^@\w+$")
-"""A variable or a command that stays in a word."""
+"""Matches a variable or command that is left in a word because its value is unknown."""
 SEVERAL = re.compile(r"\$\{\w+\[@\]\}$|@\w+$|\$\w*(?:args|options|params)$", re.IGNORECASE)
-"""A list of words in a shell: ``${args[@]}``, ``@args``, ``$ext_args``."""
+"""Matches a shell variable that holds a list of words: ``${args[@]}``, ``@args``, ``$ext_args``."""
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?$")
 
 
 def shell_of(path: Path) -> Shell | None:
-    """The shell of a script, by its suffix; None for another file."""
+    """Return the shell for a script's suffix, or None if the file is not a script."""
     return SHELLS.get(path.suffix.lower())
 
 
 def command_settings(text: str, file: str, program: re.Pattern[str], shell: Shell) -> FileContent:
-    """The options of the first command line that runs ``program``; assigned variables are replaced.
+    """Return the options of the first command line that runs ``program``, with variables replaced by their values.
 
-    An option without a value is true; one with several values is a list. The options before the program, which belong
-    to a launcher such as ``accelerate launch``, are keys below ``launcher``.
+    An option without a value is true, and an option with several values is a list. Options before the program
+    belong to a launcher such as ``accelerate launch``; their keys are in the section ``launcher``.
 
     Args:
-        text: of the script.
-        file: for the settings.
-        program: pattern of the word that names the training program, in its last group if it has some.
-        shell: its syntax.
+        text: text of the script.
+        file: name of the file, stored in the settings.
+        program: pattern of the word that names the training program. If the pattern has groups, the last group is
+        the name.
+        shell: shell of the script, which determines the syntax.
     """
     found, variables, is_done = FileContent(), dict[str, str](), False
     for number, line in _whole_lines(text, shell):
@@ -85,7 +86,10 @@ def command_settings(text: str, file: str, program: re.Pattern[str], shell: Shel
 
 
 def _assign(variables: dict[str, str], name: str, value: str | None, place: UnreadText, line: str) -> list[UnreadText]:
-    """Set a variable. Under a condition, which is not evaluated, the first value stays."""
+    """Set a variable.
+
+    Conditions are not evaluated: if a variable is set in a conditional block, it keeps its first value.
+    """
     is_conditional = line[:1].isspace() and variables.get(name, value) != value
     if is_conditional:
         return [
@@ -97,7 +101,7 @@ def _assign(variables: dict[str, str], name: str, value: str | None, place: Unre
 
 
 def options_of(words: list[str], file: str, line_of: _LineOf, program: re.Pattern[str] | None = None) -> FileContent:
-    """The options among the words of a command line; see ``command_settings``."""
+    """Return the options among the words of a command line (see ``command_settings``)."""
     found, launcher, at = FileContent(), program is not None, 0
     while at < len(words):
         word = words[at]
@@ -132,7 +136,7 @@ def options_of(words: list[str], file: str, line_of: _LineOf, program: re.Patter
 
 
 def assignments(words: Sequence[str], file: str) -> FileContent:
-    """Words NAME=VALUE as settings. Names may have indices, such as ``datasets[0].resolution``."""
+    """Return settings for words such as NAME=VALUE. A name may have indices, as in ``datasets[0].resolution``."""
     found = FileContent()
     for word in words:
         name, equals, value = word.lstrip("-").partition("=")
@@ -148,7 +152,7 @@ def _is_option(word: str) -> bool:
 
 
 class _LineOf:
-    """The line of an option in a command that extends over several lines."""
+    """Finds the line number of an option in a command that extends over several lines."""
 
     def __init__(self, text: str = "", first: int = 0) -> None:
         self._lines, self._first = text.splitlines(), first
@@ -163,7 +167,10 @@ NO_LINES = _LineOf()
 
 
 def _whole_lines(text: str, shell: Shell) -> Iterator[tuple[int, str]]:
-    """(number of the first line, command) with continued lines joined. A line that begins with an option continues."""
+    """Yield (number of the first line, command), with continued lines joined.
+
+    A line that begins with an option counts as a continuation.
+    """
     parts: list[str] = []
     first, is_open = 1, False
     for number, line in enumerate(text.splitlines(), 1):
@@ -184,7 +191,7 @@ def _replaced(text: str, variables: Mapping[str, str], shell: Shell) -> str:
 
 
 def _assigned(text: str, shell: Shell) -> str | None:
-    """The value of an assignment; None for an expression, which is not evaluated."""
+    """Return the value of an assignment, or None for an expression, which is not evaluated."""
     if shell == "bat":
         return _without_quotes(text.strip())
     if shell == "sh":
@@ -204,7 +211,7 @@ def _words(line: str, shell: Shell) -> list[str]:
 
 
 def _without_quotes(word: str) -> str:
-    """A word without the quotation marks around it or around its value."""
+    """Return a word without the quotation marks around it or around its value."""
     found = re.match(r"^([^\"']*=)?([\"'])(.*)\2$", word)
     return (found[1] or "") + found[3] if found else word
 

@@ -1,4 +1,7 @@
-"""TOML, JSON and YAML into settings. Readable parts of a damaged file are read; the rest is listed by line."""
+"""Converts TOML, JSON and YAML to settings.
+
+In a damaged file, readable parts are used and all others are listed by line.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ COMMENT_OR_EMPTY = re.compile(r"^\s*(?:#.*)?$")
 
 
 def toml_settings(text: str, file: str) -> FileContent:
-    """The settings of a TOML text; of a damaged one each line that is a whole pair."""
+    """Return the settings of a TOML text.
+
+    If it is damaged, return those from lines that are complete key-value pairs.
+    """
     try:
         if max((line.count(".") for line in text.splitlines()), default=0) > MAX_DOTS:
             raise ValueError("a key has too many parts")
@@ -29,7 +35,10 @@ def toml_settings(text: str, file: str) -> FileContent:
 
 
 def json_settings(text: str, file: str) -> FileContent:
-    """The settings of a JSON text; of a damaged one each line that is a whole pair."""
+    """Return the settings of a JSON text.
+
+    If it is damaged, return those from lines that are complete key-value pairs.
+    """
     try:
         return FileContent(settings_of(cast(Value, parse_json(text, repeated_keys=True)), text, file))
     except BadJson:
@@ -37,7 +46,7 @@ def json_settings(text: str, file: str) -> FileContent:
 
 
 def yaml_settings(text: str, file: str) -> FileContent:
-    """The settings of a YAML text; of a damaged one those above the first damaged line."""
+    """Return the settings of a YAML text. If it is damaged, return those above the first damaged line."""
     lines, found = text.splitlines(), FileContent()
     while True:
         try:
@@ -46,7 +55,7 @@ def yaml_settings(text: str, file: str) -> FileContent:
         except YamlSyntaxError as error:
             kept = min(max(error.line - 1, 0), len(lines) - 1)
             found.unread[:0] = [
-                UnreadText(file, kept + number, "is not YAML here" if number == 1 else "is below a damaged line")
+                UnreadText(file, kept + number, "is not valid YAML" if number == 1 else "is below a damaged line")
                 for number, line in enumerate(lines[kept:], 1)
                 if not COMMENT_OR_EMPTY.match(line)
             ]
@@ -58,7 +67,10 @@ def yaml_settings(text: str, file: str) -> FileContent:
 
 
 def _toml_by_lines(text: str, file: str) -> FileContent:
-    """A damaged TOML text: each line on its own, below the section header above it."""
+    """Return the settings of a damaged TOML text.
+
+    Each line is parsed separately, in the section of the last header above it.
+    """
     above = ""
 
     def pair(line: str) -> tuple[str, Value] | None:
@@ -79,7 +91,7 @@ def _toml_by_lines(text: str, file: str) -> FileContent:
 
 
 def _literal(found: re.Match[str]) -> str:
-    """A basic TOML string as a literal one, in which a backslash is a backslash."""
+    """Convert a basic TOML string to a literal string, so that its backslashes stay backslashes."""
     return found[0] if "'" in found[1] else f"'{found[1]}'"
 
 
@@ -96,7 +108,7 @@ def _json_pair(line: str) -> tuple[str, Value] | None:
 
 
 def _by_lines(text: str, file: str, pair: Callable[[str], tuple[str, Value] | None]) -> FileContent:
-    """The settings of the lines that ``pair`` can read; it raises ValueError for the others."""
+    """Return the settings of all lines that ``pair`` can parse. ``pair`` raises ValueError for the other lines."""
     found = FileContent()
     for number, line in enumerate(text.splitlines(), 1):
         if COMMENT_OR_EMPTY.match(line):

@@ -1,4 +1,4 @@
-"""Keyword arguments of calls in a Python script or notebook, read from its syntax tree. Nothing is executed."""
+"""Reads keyword arguments of calls from the syntax tree of a Python script or notebook. Nothing is executed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from lora_rocm.importing.setting import FileContent, Setting, UnreadText, Value,
 
 MAGIC = re.compile(r"^\s*[!%?]")
 CELL_MAGIC = re.compile(r"^\s*%%(?!time|capture)")
-"""The first line of a cell in another language."""
+"""Matches the first line of a notebook cell in another language."""
 SHOWN_CODE = 40
 
 
 @dataclass(frozen=True)
 class Code:
-    """A script or one cell of a notebook. lines: the number of each of its lines in the file, 0 if it is not known."""
+    """A script, or one cell of a notebook.
+
+    lines: line number in the file for each line of the code; 0 if unknown.
+    """
 
     text: str
     lines: Sequence[int]
@@ -38,19 +41,22 @@ def call_settings(
     positional: Collection[str] | None = None,
     other_classes: Collection[str] = (),
 ) -> FileContent:
-    """The keyword arguments of each call of ``functions`` as ``Function.keyword``; positional ones as ``Function[0]``.
+    """Return the arguments of each call of ``functions``.
 
-    A call without any is ``Function`` with the value true. Names that the file binds to a literal once are replaced.
-    Other values are listed as unread. Calls below ``if False`` do not count. The settings of the second and
-    further calls of a function begin with ``later.``.
+    Keyword arguments have keys such as ``Function.keyword``, positional ones such as ``Function[0]``. A call
+    without arguments gives ``Function`` with the value true. A name is replaced by its value if the file assigns it
+    only once, and to a literal. Other values are listed as unread. Calls below ``if False`` are ignored. If a
+    function is called again, the keys of these calls begin with ``later.``.
 
     Args:
-        text: of a script, or the JSON of a notebook.
-        file: for the settings.
-        functions: last parts of their names: ``SFTConfig``, ``from_pretrained``.
-        passed: keywords that pass objects: a value that is not a literal is the code itself.
-        positional: functions with positional arguments that count, others take objects; None: all of them.
-        other_classes: classes with methods of these names that do not count, such as AutoTokenizer.
+        text: text of a script, or the JSON of a notebook.
+        file: name of the file, stored in the settings.
+        functions: last parts of the functions' names, such as ``SFTConfig`` or ``from_pretrained``.
+        passed: keywords for objects. If such a value is not a literal, its code is used as the value.
+        positional: functions with positional arguments to read, because in other functions these are objects. None
+        means
+            all functions.
+        other_classes: classes, such as AutoTokenizer, with methods of the same names that are ignored.
     """
     found, trees = FileContent(), list[tuple[Code, ast.Module]]()
     for code in _codes(text):
@@ -58,7 +64,7 @@ def call_settings(
             trees.append((code, ast.parse(code.text)))
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             line = code.line(getattr(error, "lineno", 0) or 1)
-            found.unread.append(UnreadText(file, line, "is not Python here"))
+            found.unread.append(UnreadText(file, line, "is not valid Python"))
     constants = _constants([tree for _, tree in trees])
     seen = set[str]()
     for code, tree in trees:
@@ -94,7 +100,7 @@ def _add(
     place: tuple[str, int],
     passed: Collection[str],
 ) -> None:
-    """Add one argument: its settings, if it is a literal or passes an object; else a part that is not read."""
+    """Add an argument's settings if it is a literal or an object to pass; otherwise, record it as unread."""
     try:
         value = _literal(node, constants)
     except ValueError:
@@ -121,7 +127,7 @@ def _source_of(node: ast.expr) -> str:
 
 
 def _codes(text: str) -> list[Code]:
-    """The code cells of a notebook, or the script itself. Lines of shell commands and magics become comments."""
+    """Return the code cells of a notebook, or the script itself. Shell commands and magics are turned into comments."""
     if text.lstrip().startswith("{"):
         try:
             cells = parse_json(text, repeated_keys=True).get("cells", [])
@@ -144,13 +150,13 @@ def _cell(source: object, place: _NotebookLines) -> Code:
 
 
 class _NotebookLines:
-    """Finds the lines of cells in the text of a notebook, one after another."""
+    """Finds the line numbers of a notebook's code lines in the notebook's text, one after another."""
 
     def __init__(self, text: str) -> None:
         self._lines, self._at = text.splitlines(), 0
 
     def next_of(self, line: str) -> int:
-        """The number of the next line of the file with this line of code; 0 if there is none soon."""
+        """Return the number of the next line of the file with this line of code; 0 if it is not found nearby."""
         spellings = {json.dumps(line, ensure_ascii=is_plain)[1:-1] for is_plain in (True, False)}
         for number in range(self._at, min(self._at + 2000, len(self._lines))):
             if any(f'"{each}' in self._lines[number] for each in spellings):
@@ -160,12 +166,15 @@ class _NotebookLines:
 
 
 def _without_magic(lines: Sequence[str]) -> str:
-    """The code; ``pass`` in place of a command of the shell, which may be the only line of a block."""
+    """Return the code without magics and shell commands.
+
+    A shell command is replaced by ``pass``, because it may be the only line of a block.
+    """
     return "\n".join(f"{line[: len(line) - len(line.lstrip())]}pass" if MAGIC.match(line) else line for line in lines)
 
 
 def _living(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those below ``if False``."""
+    """Yield all nodes except those below ``if False``."""
     waiting = [node]
     while waiting:
         each = waiting.pop()
@@ -175,7 +184,7 @@ def _living(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _constants(trees: Sequence[ast.Module]) -> dict[str, Value]:
-    """The names that are bound exactly once, to a literal."""
+    """Return the values of all names that are assigned exactly once, and to a literal."""
     nodes = [node for tree in trees for node in ast.walk(tree)]
     bound = Counter(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
     values: dict[str, Value] = {}
@@ -195,10 +204,10 @@ def _constants(trees: Sequence[ast.Module]) -> dict[str, Value]:
 
 
 def _literal(node: ast.expr, constants: Mapping[str, Value]) -> Value:
-    """The value of an expression.
+    """Return the value of an expression.
 
     Raises:
-        ValueError: it is not a literal, nor a name bound to one.
+        ValueError: the expression is neither a literal nor a name with a literal value.
     """
     if isinstance(node, ast.Name) and node.id in constants:
         return constants[node.id]
@@ -209,10 +218,10 @@ def _literal(node: ast.expr, constants: Mapping[str, Value]) -> Value:
 
 
 def _plain(value: object) -> Value:
-    """A literal as JSON has it: tuples and sets as lists.
+    """Convert a literal to a JSON value. Tuples and sets become lists.
 
     Raises:
-        ValueError: JSON has no such value, such as bytes.
+        ValueError: JSON does not support the value, for example bytes.
     """
     try:
         return cast(Value, parse_json(json.dumps({"value": value}, default=_listed))["value"])

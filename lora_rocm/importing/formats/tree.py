@@ -1,4 +1,4 @@
-"""Settings of nested values, with the lines of their keys."""
+"""Converts nested values to settings with the line numbers of their keys."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ MAX_DEPTH = 12
 
 
 def settings_of(value: Value, text: str, file: str) -> list[Setting]:
-    """The settings of a parsed file. Their lines are found in its text: its keys have the order of ``value``.
+    """Return the settings of a parsed file, with the line numbers of their keys.
 
     Args:
-        value: the parsed content.
-        text: of the file; keys are before ``=`` or ``:``, quoted or not.
-        file: for the settings.
+        value: the parsed content, with keys in the order of the file.
+        text: text of the file, in which the keys are searched. A key precedes ``=`` or ``:`` and may be quoted.
+        file: name of the file, stored in the settings.
     """
     lines = _KeyLines(text)
     found = []
@@ -31,11 +31,14 @@ def settings_of(value: Value, text: str, file: str) -> list[Setting]:
 
 
 _SECTION: Value = {"": None}
-"""Marks a key that only leads to others."""
+"""Marks a key that only contains other keys."""
 
 
 def _flat(value: Value, above: str, depth: int) -> Iterator[tuple[str, str, Value]]:
-    """(dotted key, its last part, value) of each key in the order of the file; sections have ``_SECTION``."""
+    """Yield (dotted key, last part of the key, value) in the order of the file.
+
+    Sections have the value ``_SECTION``.
+    """
     if depth == MAX_DEPTH:
         return
     if isinstance(value, Mapping):
@@ -56,7 +59,7 @@ def _is_list_of_mappings(value: Value) -> bool:
 
 
 class _KeyLines:
-    """Finds keys one after another in a text."""
+    """Finds keys in a text, one after another."""
 
     def __init__(self, text: str) -> None:
         self._lines = text.splitlines()
@@ -65,7 +68,10 @@ class _KeyLines:
         self._misses = 0
 
     def next_of(self, name: str) -> int:
-        """The line (from 1) of the next key with this name; the search goes on behind it. 0: there is none."""
+        """Return the line number (from 1) of the next key with this name, or 0 if there is none.
+
+        The next search continues after this key.
+        """
         if not name or self._misses == MAX_MISSES:
             return 0
         column = self._column
@@ -80,13 +86,17 @@ class _KeyLines:
 
 
 MAX_MISSES = 100
-"""Keys that are not in the text as they are, such as escaped ones, before the search ends: each costs a whole pass."""
+"""Number of failed searches after which no more keys are searched.
+
+A search fails if the text spells the key differently, for example with escapes. Each failure costs a pass over the
+whole text.
+"""
 BEFORE_A_KEY = frozenset(" \t[{,.-\"'")
 AFTER_A_KEY = re.compile(r"""["']?\s*(?:[=:\].]|$)""")
 
 
 def _end_of_key(line: str, name: str, column: int) -> int:
-    """The end of the next key with this name in a line; 0 if there is none."""
+    """Return the column after the next key with this name in a line; 0 if there is none."""
     at = line.find(name, column)
     while at >= 0:
         end = at + len(name)

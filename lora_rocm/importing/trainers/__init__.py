@@ -1,1 +1,1 @@
-"""One trainer per pair of files: a table of its keys (``NAME.toml``) and the functions that the table names."""
+"""Trainers. Each has a table of its keys (``NAME.toml``) and a module with the functions that the table names."""

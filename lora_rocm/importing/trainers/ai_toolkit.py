@@ -1,6 +1,6 @@
-"""ostris' ai-toolkit: YAML and JSON of its scripts and its web page. The job's first process is the training.
+"""Imports ostris' ai-toolkit: YAML and JSON of its scripts and of its web page. The job's first process is translated.
 
-The keys of datasets and previews are in ``ai_toolkit_data.py``.
+``ai_toolkit_data.py`` translates datasets and previews.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FAMILIES = {
     "sd1": "sd15", "sd15": "sd15", "sd2": "sd2", "sdxl": "sdxl", "flux": "flux", "flux_kontext": "flux",
     "zimage": "z-image", "anima": "anima",
 }  # fmt: skip
-"""``model.arch`` before its colon -> our family."""
+"""Maps ``model.arch``, up to its colon, to our family."""
 OTHER_BASES = {
     "sd3": "Stable Diffusion 3", "ssd": "SSD-1B", "vega": "Segmind Vega", "pixart": "PixArt",
     "pixart_sigma": "PixArt Sigma", "auraflow": "AuraFlow", "flex1": "Flex.1", "flex2": "Flex.2",
@@ -45,11 +45,11 @@ SWITCHES = {
     "is_v2": "sd2", "is_v3": "sd3", "is_xl": "sdxl", "is_ssd": "ssd", "is_vega": "vega", "is_pixart": "pixart",
     "is_pixart_sigma": "pixart_sigma", "is_auraflow": "auraflow", "is_flux": "flux", "is_lumina2": "lumina2",
 }  # fmt: skip
-"""Older switches of ``model`` -> arch."""
+"""Maps older switches in ``model`` to the value of ``arch``."""
 BLOCKS = {
     "flux": "(single_)?transformer_blocks", "z-image": "layers", "anima": "transformer_blocks",
 }  # fmt: skip
-"""Family -> names of the blocks. A LoRA adapts their linear layers."""
+"""Maps a family to the names of its blocks. A LoRA adapts the linear layers of these blocks."""
 LYCORIS = ("locon", "lycoris")
 QUANTIZED = {
     "qfloat8": "fp8", "float8": "fp8", "qint8": "int8", "int8": "int8", "convrot8": "int8", "qint4": "nf4",
@@ -58,7 +58,10 @@ QUANTIZED = {
 
 
 def _read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
-    """All settings, without ``config.process[0]`` in front. ai-toolkit replaces [name], and variables, in all texts."""
+    """Return all settings, with the prefix ``config.process[0]`` removed.
+
+    Placeholders such as [name], and variables, are replaced in all texts, as ai-toolkit does.
+    """
     found = FileContent()
     for file in files.given:
         found.extend(file.settings())
@@ -83,7 +86,7 @@ def _named(value: Value, name: str) -> Value:
 
 
 def _prepare(t: Translator) -> None:
-    """Convert keys that depend on each other."""
+    """Translate keys that depend on each other."""
     _base(t)
     for each in t.settings:
         if PROCESS.match(each.key):
@@ -96,7 +99,7 @@ def _prepare(t: Translator) -> None:
 
 
 def _base(t: Translator) -> None:
-    """The kind of training and the family."""
+    """Translate the kind of training and the family."""
     kind = t.given("type")
     if kind is not None and str(kind.value) not in TRAININGS:
         t.refuse_base(f"the process {kind.shown}", kind)
@@ -122,7 +125,10 @@ def _base(t: Translator) -> None:
 
 
 def _architecture(t: Translator) -> tuple[str, Setting | None]:
-    """``model.arch`` or its value for an older switch, with the setting; sd1 without any."""
+    """Return ``model.arch``, or the equivalent of an older switch, and its setting.
+
+    Without either, return sd1 and None.
+    """
     given = t.given("model.arch")
     if given is not None and given.value:
         return str(given.value).lower(), given
@@ -140,7 +146,10 @@ def _variant(family: str, arch: str, tagged: str, name: str) -> str:
 
 
 def _network(t: Translator) -> None:
-    """The kind of adapter with its own sizes. Flow models are saved without alpha: it is the rank there."""
+    """Translate the kind of adapter and its sizes.
+
+    For flow models, alpha equals the rank, because files have no alpha.
+    """
     kind, family = t.setting("network.type"), family_of(t)
     assert kind is not None, "by the defaults"
     name = str(kind.value).lower()
@@ -183,7 +192,10 @@ def _lokr(t: Translator, rank: Setting, alpha: Setting) -> None:
 
 
 def _targets(t: Translator) -> None:
-    """The adapted modules: all linear layers of the blocks, with convolutions if ``conv`` is set, less some by name."""
+    """Translate the adapted modules: all linear layers of the blocks, and convolutions if ``conv`` is set.
+
+    Modules that the configuration excludes by name are omitted.
+    """
     blocks = t.setting("network.transformer_only")
     if family_of(t) in FLOWS:
         _flow_targets(t, blocks is not None and not is_on(blocks.value))
@@ -198,7 +210,10 @@ def _targets(t: Translator) -> None:
 
 
 def _flow_targets(t: Translator, is_whole: bool) -> None:
-    """``is_whole``: also layers outside the blocks."""
+    """Translate the adapted modules of a flow model.
+
+    ``is_whole``: whether layers outside the blocks are adapted, too.
+    """
     family, only, ignore = family_of(t), _chosen(t, "only_if_contains"), _chosen(t, "ignore_if_contains")
     if not only and not ignore and not is_whole and family != "z-image":
         t.take("lora.targets", "all-linear", note="ai-toolkit adapts all linear layers of the blocks")
@@ -240,7 +255,7 @@ def _chosen(t: Translator, key: str) -> list[str]:
 
 
 def _words(setting: Setting) -> list[str]:
-    """Parts of module names, as expressions for our module names."""
+    """Return parts of ai-toolkit's module names as regular expressions for our module names."""
     listed = setting.value if isinstance(setting.value, list) else [setting.value] if setting.value else []
     plain = [re.sub(r"^(transformer|lora_transformer|unet)\.", "", str(each).replace("$$", ".")) for each in listed]
     return [re.escape(each) for each in plain if each]
@@ -285,7 +300,7 @@ def _extras(t: Translator, setting: Setting) -> None:
     if setting.value == t.value("model.name_or_path"):
         t.skip(setting, "the base has these components")
     else:
-        t.lose(setting, "loads the VAE and the text encoder from another place than the base", ours="model.vae")
+        t.lose(setting, "loads the VAE and the text encoder from a different place than the base", ours="model.vae")
 
 
 def _prediction(t: Translator, setting: Setting) -> None:
@@ -307,7 +322,10 @@ def _quantize_text_encoder(t: Translator, setting: Setting) -> None:
 
 
 def _quantization(t: Translator, setting: Setting, switch: str, kind: str, ours: str) -> None:
-    """A switch, and the format that counts if it is on. The text encoder's switch has the value of the base's."""
+    """Translate a quantisation switch, and the format that applies if the switch is on.
+
+    The text encoder's switch has the base's value if it is not set.
+    """
     on = t.value(f"model.{switch}")
     on = t.value("model.quantize") if on is None and switch == "quantize_te" else on
     name = str(t.value(f"model.{kind}")).partition("|")

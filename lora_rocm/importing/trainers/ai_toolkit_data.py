@@ -1,4 +1,4 @@
-"""ai-toolkit's datasets and previews, and its unit of steps."""
+"""Translates ai-toolkit's datasets, previews and numbers of steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lora_rocm.importing.translator import RecipeValue, Translator
 from lora_rocm.importing.value_maps import SAMPLERS, is_on, number, whole
 
 BUCKET_STEPS = {"sd15": 16, "sd2": 16, "sdxl": 16, "flux": 32, "kontext": 16, "z-image": 16, "anima": 32}
-"""Family or variant -> the step of bucket sides, whatever ``bucket_tolerance`` is."""
+"""Maps a family or variant to the step of bucket sides, which does not depend on ``bucket_tolerance``."""
 FLOWS = ("flux", "z-image", "anima")
 """Families that are trained by flow matching."""
 SAME = {
@@ -19,7 +19,7 @@ SAME = {
     "alpha_mask": "alpha_mask", "flip_x": "flip_aug", "random_crop": "random_crop", "is_reg": "is_reg",
     "token_dropout_rate": "caption_tag_dropout_rate",
 }  # fmt: skip
-"""Key of a dataset -> ours, with the same meaning."""
+"""Maps a dataset's key to our key of the same meaning."""
 USUAL = {"num_repeats": 1, "loss_multiplier": 1}
 LOST: Mapping[str, tuple[tuple[Value, ...], str]] = {
     "network_weight": ((1,), "scales the LoRA for these images"), "flip_y": ((False,), "turns images upside down"),
@@ -36,41 +36,44 @@ LOST: Mapping[str, tuple[tuple[Value, ...], str]] = {
     "do_audio": ((False,), "only for videos"),
     "batch_size": ((), "another batch size for this dataset"),
 }  # fmt: skip
-"""Key of a dataset -> (values without an effect, what it would do)."""
+"""Maps a dataset's key to (values without an effect, effect of other values)."""
 SAMPLE_KEYS = {
     "neg": "negative_prompt", "width": "width", "height": "height", "seed": "seed", "sample_steps": "steps",
     "guidance_scale": "guidance_scale", "network_multiplier": "lora_scale", "ctrl_img": "control_image",
     "ctrl_img_1": "control_image", "ctrl_img_2": "control_image_2",
 }  # fmt: skip
-"""Key of a preview -> ours."""
+"""Maps a preview's key to our key."""
 FLAGS = {
     "n": "negative_prompt", "w": "width", "h": "height", "d": "seed", "seed": "seed", "l": "guidance_scale",
     "cfg": "guidance_scale", "s": "steps", "steps": "steps", "m": "lora_scale", "network_multiplier": "lora_scale",
     "ctrl_img": "control_image",
 }  # fmt: skip
-"""Option in the text of a prompt -> ours."""
+"""Maps an option in a prompt's text to our key."""
 TEXTS = ("negative_prompt", "control_image", "control_image_2")
 
 
 def family_of(t: Translator) -> str:
-    """The family, once it is known."""
+    """Return the family. Call it only after the family has been translated."""
     return str(t.values["model.family"].value)
 
 
 def per_update(t: Translator, ours: str, setting: Setting) -> None:
-    """A number of steps: ``gradient_accumulation_steps`` (not ``gradient_accumulation``) counts batches as steps."""
+    """Translate a number of steps.
+
+    Only ``gradient_accumulation_steps``, and not ``gradient_accumulation``, makes ai-toolkit count batches as steps.
+    """
     count, batches = number(setting.value), number(t.value("train.gradient_accumulation_steps")) or 1
     if count is None:
         t.lose(setting, "it is not a number", ours=ours)
     elif batches > 1:
-        note = "in updates; ai-toolkit counts batches here"
+        note = "in updates; ai-toolkit counts batches"
         t.take(ours, max(round(count / batches), 1), setting, note=note)
     else:
         t.take(ours, whole(count), setting)
 
 
 def items(t: Translator, section: str) -> list[Mapping[str, Setting]]:
-    """The entries of a list: their settings by the key below them, in lower case."""
+    """Return the entries of a list. Each maps the last part of a key, in lower case, to its setting."""
     found: dict[str, dict[str, Setting]] = {}
     for each in t.settings:
         if (match := re.match(rf"({re.escape(section)}\[\d+\])\.(.+)", each.key)) is not None:
@@ -82,7 +85,7 @@ def items(t: Translator, section: str) -> list[Mapping[str, Setting]]:
 
 
 def take_datasets(t: Translator) -> None:
-    """Every dataset becomes a source."""
+    """Translate each dataset to a source."""
     sources = [source for at in items(t, "datasets") if (source := _source(t, at))]
     take_sources(t, sources)
     if (word := t.given("trigger_word")) is not None:
@@ -100,7 +103,7 @@ def take_datasets(t: Translator) -> None:
 
 
 def _source(t: Translator, at: Mapping[str, Setting]) -> Source | None:
-    """The source of a dataset; None if it names no folder."""
+    """Return the source for a dataset, or None if the dataset names no folder."""
     path = next((at[key] for key in ("folder_path", "dataset_path") if key in at and at[key].value), None)
     if path is None:
         for each in at.values():
@@ -126,7 +129,7 @@ def _size(at: Mapping[str, Setting]) -> dict[str, RecipeValue]:
 
 
 def _captions(t: Translator, at: Mapping[str, Setting]) -> dict[str, RecipeValue]:
-    """Caption files, trigger word and tags."""
+    """Translate caption files, trigger word and tags."""
     found = {}
     extension = at.get("caption_ext") or at.get("caption_type")
     if extension is not None and extension.value:
@@ -162,7 +165,9 @@ def _masks_and_controls(t: Translator, at: Mapping[str, Setting]) -> dict[str, R
     if mask is not None and mask.value:
         found["mask_path"] = RecipeValue(path_text(mask.value), (mask,))
     if has_mask and least is not None and number(least.value):
-        found["unmasked_weight"] = RecipeValue(least.value, (least,), "the lowest weight; here grey stays as it is")
+        found["unmasked_weight"] = RecipeValue(
+            least.value, (least,), "the lowest weight; lora-rocm does not change grey"
+        )
     listed = [at[key] for key in ("control_path_1", "control_path_2", "control_path_3") if key in at and at[key].value]
     single = at.get("control_path")
     settings = listed or ([single] if single is not None and single.value else [])
@@ -180,7 +185,7 @@ def _listed(value: Value) -> list[Value]:
 
 
 def _settle_rest(t: Translator, at: Mapping[str, Setting], taken: set[int]) -> None:
-    """Outcomes of the settings that are in no source. ``taken``: identities of those that are."""
+    """Set the outcome of settings that are in no source. ``taken``: ids of the settings that are in one."""
     for key, each in at.items():
         if id(each) in taken or t.is_settled(each) or key == "buckets":
             continue
@@ -210,7 +215,7 @@ WITHOUT_EFFECT = (
 
 
 def take_previews(t: Translator) -> None:
-    """The prompts with their own options; the others are in ``sample``."""
+    """Translate the prompts with their own options. Shared options are in ``sample``."""
     listed, prompts = items(t, "sample.samples"), t.given("sample.prompts")
     is_off = is_on(t.value("train.disable_sampling"))
     texts = _listed(prompts.value) if prompts is not None and prompts.value and not listed else []
@@ -247,7 +252,7 @@ UNSEEN = (
 
 
 def _take_options(t: Translator, has_prompts: bool) -> None:
-    """``sample.*``; ai-toolkit's defaults are written only if there are prompts."""
+    """Translate ``sample.*``. ai-toolkit's defaults are written only if there are prompts."""
     if not has_prompts:
         return
     for key, ours in SAMPLE_KEYS.items():
@@ -272,17 +277,17 @@ def _take_options(t: Translator, has_prompts: bool) -> None:
 
 
 def _option(ours: str, value: Value) -> tuple[Value, str]:
-    """(value, note) of an option; None if it is not a number."""
+    """Return (value, note) of an option. The value is None if it is not a number."""
     if ours in TEXTS:
         return (path_text(value) if ours != "negative_prompt" else str(value)), ""
     found = number(value)
     if ours == "guidance_scale" and found is not None and found < 1:
-        return 1.0, "1 is the lowest guidance here"
+        return 1.0, "1 is the lowest guidance in lora-rocm"
     return (None if found is None else whole(found)), ""
 
 
 def _preview(t: Translator, at: Mapping[str, Setting]) -> dict[str, RecipeValue]:
-    """One entry of ``samples``."""
+    """Translate one entry of ``samples``."""
     found = _parsed(t, str(at["prompt"].value), at["prompt"])
     for key, ours in SAMPLE_KEYS.items():
         setting = at.get(key)
@@ -299,7 +304,10 @@ def _preview(t: Translator, at: Mapping[str, Setting]) -> dict[str, RecipeValue]
 
 
 def _parsed(t: Translator, text: str, setting: Setting | None) -> dict[str, RecipeValue]:
-    """A prompt and the options in its text, such as ``--ctrl_img``; [trigger] is replaced here."""
+    """Return the prompt and the options in its text, such as ``--ctrl_img``.
+
+    [trigger] is replaced by the trigger word.
+    """
     word = t.given("trigger_word")
     plain = text.replace("[trigger]", str(word.value)) if word is not None and word.value else text
     parts = re.split(r"(?:^|\s)--(?=\w)", plain)

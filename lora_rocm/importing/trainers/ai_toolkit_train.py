@@ -1,4 +1,4 @@
-"""ai-toolkit's optimizer, schedule, noise levels and loss."""
+"""Translates ai-toolkit's optimizer, schedule, noise levels and loss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OTHER_NAMES = {
     "dadaptationlion": ("prodigy", "it estimates its rate too"),
 }  # fmt: skip
 DECAYS = {"adamw": 0.01, "adamw8bit": 0.01}
-"""ai-toolkit's optimizer -> weight decay if it is absent; 0 for others."""
+"""Maps an optimizer of ai-toolkit to its default weight decay; 0 for all others."""
 ESTIMATING = ("prodigy", "prodigy_schedule_free", "dadapt_adam")
 WITH_EPSILON = ("adamw", "adamw_8bit", "prodigy", "dadapt_adam")
 PARAMETERS = (
@@ -35,11 +35,11 @@ SAMPLINGS: Mapping[str, tuple[str, Value]] = {
     "sigmoid": ("logit-normal", 1), "linear": ("uniform", 1), "weighted": ("uniform", 1), "shift": ("uniform", "auto"),
     "flux_shift": ("uniform", "resolution"), "lumina2_shift": ("uniform", "auto"),
 }  # fmt: skip
-"""``timestep_type`` -> (timestep_sampling, shift)."""
+"""Maps ``timestep_type`` to (timestep_sampling, shift)."""
 
 
 def take_optimizer_section(t: Translator) -> None:
-    """The optimizer with its parameters."""
+    """Translate the optimizer and its parameters."""
     setting = t.setting("train.optimizer")
     assert setting is not None, "by the defaults"
     name = str(setting.value).lower()
@@ -81,7 +81,10 @@ def _parameter(t: Translator, setting: Setting) -> None:
 
 
 def _learning_rate(t: Translator, setting: Setting) -> None:
-    """``unet_lr`` takes precedence. Optimizers that estimate the rate get 1 for rates below 0.1."""
+    """Translate the learning rate. ``unet_lr`` takes precedence.
+
+    Optimizers that estimate the rate get 1 in place of a rate below 0.1.
+    """
     first, rate = t.given("train.unet_lr"), number(setting.value)
     ours = str(t.values["optim.optimizer"].value)
     if first is not None and first is not setting and number(first.value) is not None:
@@ -99,7 +102,7 @@ def _learning_rate(t: Translator, setting: Setting) -> None:
 
 
 def _train_text_encoder_at(t: Translator, setting: Setting) -> None:
-    """``lr`` is the rate of the text encoders if only the UNet has its own."""
+    """Translate ``lr`` to the learning rate of the text encoders, if only the UNet has a separate rate."""
     if family_of(t) not in FLOWS and number(setting.value):
         t.take("optim.text_encoder_learning_rate", number(setting.value), setting)
 
@@ -121,7 +124,10 @@ def _train_text_encoder(t: Translator, setting: Setting) -> None:
 
 
 def _schedule(t: Translator, setting: Setting) -> None:
-    """The schedule with ``lr_scheduler_params``: they are PyTorch's, with the whole run as their length."""
+    """Translate the schedule with ``lr_scheduler_params``, which are PyTorch's.
+
+    The schedule's length is the whole run.
+    """
     name = str(setting.value).lower()
     at = {plain_key(each.key).rpartition(".")[2]: each for each in t.below("train.lr_scheduler_params")}
     if name == "constant":
@@ -147,7 +153,7 @@ def _schedule(t: Translator, setting: Setting) -> None:
 
 
 def _cosine(t: Translator, at: Mapping[str, Setting]) -> None:
-    """Length and end of a cosine."""
+    """Translate the length and the final rate of a cosine schedule."""
     length, least = at.get("t_max") or at.get("t_0"), at.get("eta_min")
     if length is not None and number(length.value):
         t.take("optim.lr_cosine_steps", whole(number(length.value) or 0), length)
@@ -194,7 +200,7 @@ def _noise_scheduler(t: Translator, setting: Setting) -> None:
 
 
 def _timesteps(t: Translator, setting: Setting) -> None:
-    """The distribution of the noise level of flow models, and weights of the loss by it."""
+    """Translate the distribution of the noise levels of flow models, and the loss weights that depend on them."""
     is_kind, even = setting.key.endswith("timestep_type"), _is_even(t)
     name = str(setting.value).lower()
     if family_of(t) not in FLOWS:
@@ -229,7 +235,7 @@ def _take_sampling(t: Translator, name: str, *settings: Setting) -> None:
 
 
 def _noise_range(t: Translator, setting: Setting) -> None:
-    """The range counts from the noisiest step on: 0 is the noisiest of 1000."""
+    """Translate the range of noise levels. ai-toolkit counts from the noisiest step: 0 is the noisiest of 1000."""
     steps, is_first = number(setting.value), setting.key.endswith("min_denoising_steps")
     kind = str(t.value("train.timestep_type")).lower()
     if steps is None or (is_first and steps <= 0) or (not is_first and steps >= 999):

@@ -1,4 +1,4 @@
-"""axolotl: configurations in YAML."""
+"""Imports axolotl's configurations in YAML."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SECTIONS = re.compile(
     r"selective_checkpointing|gradient_accumulation_kwargs|flex_attn_compile_kwargs|"
     r"dynamic_checkpoint)(?:\.|\[)"
 )
-"""Sections about the machine and its memory."""
+"""Matches sections about the machine and its memory."""
 OTHER_METHODS = re.compile(r"(?:ebft|trl|vllm|diffusion|llmcompressor|qat|quantization|max_memory)(?:\.|\[)")
 FILE = re.compile(r"(?i)\.(?:jsonl?|ndjson|csv|parquet|arrow|txt)$")
 BUILDERS = ("json", "csv", "parquet", "arrow", "text")
@@ -51,12 +51,12 @@ USUAL_NAMES = {
     "roles.assistant": (["assistant", "gpt", "model"], ["gpt", "model", "assistant"], ["assistant"], ["gpt"]),
     "roles.user": (["user", "human"], ["human", "user"], ["user"], ["human"]), "roles.system": (["system"],),
 }  # fmt: skip
-"""Key of a table -> its values with which lora-rocm reads the table."""
+"""Maps a table's key to the values for which lora-rocm can read the table."""
 NOT_NEEDED = ("ds_type", "preprocess_shards", "shards_idx", "conversation", "roles.tool")
 
 
 def _prepare(t: Translator) -> None:
-    """The family, the method, the tables, and the sections about the machine."""
+    """Translate the family, the method, the tables, and the sections about the machine."""
     begin(t)
     method = t.given("rl")
     if method is not None and method.value:
@@ -72,7 +72,7 @@ def _prepare(t: Translator) -> None:
 
 
 def _sources(t: Translator) -> list[Source]:
-    """The tables of ``datasets``; a table that is only measured is skipped."""
+    """Return the tables of ``datasets``, without tables that are only used for evaluation."""
     found = list[Source]()
     for name in LISTS:
         items = dict.fromkeys(each.key[: each.key.index("]") + 1] for each in t.below(name) if "]" in each.key)
@@ -83,7 +83,7 @@ def _sources(t: Translator) -> list[Source]:
 
 
 def _tables(t: Translator, item: str) -> list[Source]:
-    """The tables of one entry: each of its ``data_files``, or its ``path``."""
+    """Return the tables of one entry: one for each of its ``data_files``, or one for its ``path``."""
     path, files, split = (t.given_exactly(f"{item}.{each}") for each in ("path", "data_files", "split"))
     if path is None and files is None:
         return []  # an entry without a place: its keys are lost at the end
@@ -106,12 +106,12 @@ def _tables(t: Translator, item: str) -> list[Source]:
 
 
 def _about_kind(t: Translator, kind: Setting) -> str:
-    """Decide about the ``type`` of a table; returns the difference from the recipe's texts."""
+    """Set the outcome of a table's ``type``. Return how the type differs from the recipe's texts."""
     if isinstance(kind.value, str):
         name, _, rest = kind.value.lower().partition(".")
         if name in ALPACA or name.partition(":")[0] == "alpaca":
             t.skip(kind, "lora-rocm knows the format by its columns")
-            return "axolotl writes Alpaca's headings; here the tokenizer's chat template"
+            return "axolotl writes Alpaca's headings; in lora-rocm the tokenizer's chat template"
         if name in ("chat_template", "sharegpt", "completion", "pretrain") and rest in ("", "default"):
             t.skip(kind, "lora-rocm knows the format by its columns")
         elif is_dpo(t):
@@ -126,7 +126,7 @@ def _about_kind(t: Translator, kind: Setting) -> str:
 
 
 def _about_table(t: Translator, setting: Setting, key: str) -> None:
-    """Decide about another key of a table."""
+    """Set the outcome of another key of a table."""
     usual = USUAL_NAMES.get(key)
     if setting.value in (None, "", []) or key in NOT_NEEDED:
         t.skip(setting, "lora-rocm knows the format by its columns")
@@ -187,7 +187,7 @@ def _four_bits(t: Translator, setting: Setting) -> None:
 
 
 def _every_linear(t: Translator, setting: Setting) -> None:
-    """Every linear layer, whatever ``lora_target_modules`` names in addition."""
+    """Translate the switch that adapts every linear layer, regardless of what ``lora_target_modules`` adds."""
     if is_on(setting.value):
         t.take("lora.targets", "all-linear", setting)
     else:
@@ -205,13 +205,13 @@ def _modules(t: Translator, setting: Setting) -> None:
 
 
 def _warmup(t: Translator, setting: Setting) -> None:
-    """Without a key it is 3 % of the run, of 100 steps at most."""
+    """Translate the warm-up. The default is 3 % of the run, but at most 100 steps."""
     steps, ratio = t.given("warmup_steps"), t.given("warmup_ratio")
     if setting.is_default:
         if str(t.value("lr_scheduler")).lower() == "constant":
             t.skip(setting, "this schedule has no warm-up")
         elif steps is None or steps.value is None:
-            t.take("optim.lr_warmup_ratio", setting.value, setting, note="100 steps at most there")
+            t.take("optim.lr_warmup_ratio", setting.value, setting, note="axolotl: at most 100 steps")
         else:
             t.skip(setting, "warmup_steps is given")
     elif setting is ratio and steps is not None and steps.value is not None:
@@ -221,7 +221,7 @@ def _warmup(t: Translator, setting: Setting) -> None:
 
 
 def _whole_batch(t: Translator, setting: Setting) -> None:
-    """All texts of an update; ``gradient_accumulation_steps`` takes precedence."""
+    """Translate the number of texts per update. ``gradient_accumulation_steps`` takes precedence."""
     micro, given = number(t.value("micro_batch_size") or 1), t.given("gradient_accumulation_steps")
     found = number(setting.value)
     if given is not None and given.value is not None:
@@ -233,23 +233,23 @@ def _whole_batch(t: Translator, setting: Setting) -> None:
 
 
 def _length(t: Translator, setting: Setting) -> None:
-    """Longer texts are dropped there, unless ``excess_length_strategy`` is truncate."""
+    """Translate the maximum length. axolotl drops longer texts unless ``excess_length_strategy`` is truncate."""
     longer = t.given("excess_length_strategy")
     note = (
-        "" if longer is not None and longer.value == "truncate" else "longer texts are dropped there; here they are cut"
+        "" if longer is not None and longer.value == "truncate" else "axolotl drops longer texts; lora-rocm cuts them"
     )
     take_number("data.max_length", note)(t, setting)
 
 
 def _excess(t: Translator, setting: Setting) -> None:
     if setting.value == "truncate":
-        t.skip(setting, "longer texts are cut here too")
+        t.skip(setting, "lora-rocm cuts longer texts too")
     else:
-        t.lose(setting, "drops texts that are too long, or stops; here they are cut", ours="data.max_length")
+        t.lose(setting, "drops texts that are too long, or stops; lora-rocm cuts them", ours="data.max_length")
 
 
 def _project(t: Translator, setting: Setting) -> None:
-    """Weights & Biases is on if its project is named."""
+    """Translate the project of Weights & Biases, which also switches logging on."""
     if setting.key == "wandb_project" and "output.log_with" not in t.values:
         t.take("output.log_with", ["wandb"])
     t.take("output.log_project", str(setting.value), setting)
@@ -285,7 +285,7 @@ def _every_word(t: Translator, setting: Setting) -> None:
 
 
 def _template(t: Translator, setting: Setting) -> None:
-    """The tokenizer's own chat template is used here."""
+    """Report a chat template that is not used, because lora-rocm uses the tokenizer's own template."""
     plain = str(setting.value).lower()
     kinds = [str(each.value) for each in t.below("datasets") if each.key.endswith(".type")]
     if plain == "tokenizer_default" or plain.startswith("tokenizer_default_fallback"):
@@ -298,7 +298,7 @@ def _template(t: Translator, setting: Setting) -> None:
         if family is not None and family[0] in base and setting.key == "chat_template":
             t.skip(setting, "the tokenizer's own chat template is used: lora-rocm check shows the texts")
         else:
-            t.lose(setting, "another template; here it is the tokenizer's own", ours="model.tokenizer")
+            t.lose(setting, "another template; lora-rocm uses the tokenizer's own", ours="model.tokenizer")
 
 
 def _tracker(t: Translator, setting: Setting) -> None:
@@ -309,7 +309,7 @@ def _tracker(t: Translator, setting: Setting) -> None:
 
 
 def _saves(t: Translator, setting: Setting) -> None:
-    """Without a key it saves after each epoch."""
+    """Translate the interval of saved files. By default axolotl saves after each epoch."""
     if setting.is_default and any(t.given(key) for key in ("save_steps", "save_strategy")):
         t.skip(setting, "another key has the interval")
     else:
@@ -317,7 +317,7 @@ def _saves(t: Translator, setting: Setting) -> None:
 
 
 def _finish(t: Translator) -> None:
-    """The keys of tables that are lost, and a kind of training that no key names."""
+    """Report keys of tables that are lost. If no key names a kind of adapter, report that full training is lost."""
     if t.given("adapter") is None or not t.value("adapter"):
         lose_full_training(t, "adapter")
     if "lora.targets" not in t.values and (t.given("lora_r") is not None):

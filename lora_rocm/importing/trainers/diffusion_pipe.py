@@ -1,4 +1,4 @@
-"""diffusion-pipe: its TOML file, the dataset file that it names, and command lines with ``--config``."""
+"""Imports diffusion-pipe: its TOML file, the dataset file that it names, and command lines with ``--config``."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ BASE_KEYS = {
     "z-image": {"diffusion_model": "name_or_path", "vae": "vae"},
     "anima": {"transformer_path": "name_or_path", "vae_path": "vae", "llm_path": "text_encoder"},
 }
-"""Family -> its key of a file of the base -> our key in ``model``."""
+"""Maps a family and diffusion-pipe's key of a base file to our key in ``model``."""
 SDXL_TARGETS = [
     r".*\.transformer_blocks\.\d+\.(attn[12]\.(to_[qkv]|to_out\.0)|ff\.net\.(0\.proj|2))",
     r".*\.attentions\.\d+\.(proj_in|proj_out)",
     r".*\.resnets\.\d+\.time_emb_proj",
 ]
-"""All linear layers of the UNet's blocks."""
+"""Regular expressions for all linear layers of the UNet's blocks."""
 PARTS = {"self_attn_lr": "attn1", "cross_attn_lr": "attn2", "mlp_lr": "ff", "mod_lr": "norm[123]"}
-"""Rate of some layers of Anima -> part of their names."""
+"""Maps the key for the rate of some layers of Anima to a part of these layers' names."""
 KAHAN = {
     "adamw_optimi": "",
     "adamw8bitkahan": "diffusion-pipe: moments of 8 bits",
     "stableadamw": "diffusion-pipe also limits each update by its root mean square",
 }
-"""Optimizers with Kahan summation of bf16 weights -> how AdamW with it differs."""
+"""Maps an optimizer with Kahan summation of bf16 weights to the differences from our AdamW with Kahan summation."""
 OF_CLASSES: Mapping[str, Mapping[str, Value]] = {
     "adamw": {"learning_rate": 1e-3},
     "adamw8bit": {"learning_rate": 1e-3},
@@ -57,14 +57,14 @@ OF_CLASSES: Mapping[str, Mapping[str, Value]] = {
     "stableadamw": {"betas": [0.9, 0.99], "epsilon": 1e-6, "weight_decay": 0.01},
     "adamw8bitkahan": {"learning_rate": 1e-3},
 }
-"""Optimizer -> defaults of its class that differ from ours. Others are of pytorch_optimizer."""
+"""Maps an optimizer to the defaults of its class that differ from ours. Other optimizers are from pytorch_optimizer."""
 OF_OTHERS: Mapping[str, Value] = {"weight_decay": 0.0}
 MAX_LOKR_RANK = 2048
 COSINE_END = 1e-6
 
 
 def _read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
-    """The main file, then the dataset files, with ``dataset.`` in front of their keys."""
+    """Return the settings of the main file, then the dataset files' settings with the prefix ``dataset.``."""
     found = FileContent()
     for each in files.given:
         found.extend(_settings_of(each))
@@ -94,7 +94,7 @@ def _settings_of(file: ConfigFile) -> FileContent:
 
 
 def _prepare(t: Translator) -> None:
-    """The base, its layers, then the directories."""
+    """Translate the base model, its adapted layers, and the directories."""
     kind = t.given("model.type")
     name = str(kind.value).lower() if kind is not None else "sdxl"
     if name == "cosmos_predict2" and t.given("model.llm_path") is not None:
@@ -120,7 +120,7 @@ def _prepare(t: Translator) -> None:
 
 
 def _base(t: Translator, family: str) -> None:
-    """The files of the base."""
+    """Translate the files of the base model."""
     for theirs, ours in BASE_KEYS[family].items():
         if family == "flux" and t.value("model.transformer_path"):
             break
@@ -139,7 +139,7 @@ def _base(t: Translator, family: str) -> None:
 
 
 def _flux(t: Translator, named: Sequence[str]) -> None:
-    """The variant of FLUX.1, and a transformer from a separate file."""
+    """Translate the variant of FLUX.1, and a transformer in a separate file."""
     edits = any(plain_key(setting.key).endswith(".control_path") for setting in t.settings)
     if edits or any("kontext" in text for text in named):
         t.take("model.variant", "kontext", note="there are control images, or a file has kontext in its name")
@@ -155,7 +155,7 @@ def _flux(t: Translator, named: Sequence[str]) -> None:
 
 
 def _text_encoders(t: Translator) -> None:
-    """The text encoders of SDXL are trained unless their rates are 0."""
+    """Translate whether SDXL's text encoders are trained. They are, unless their learning rates are 0."""
     rates = [t.given(f"model.text_encoder_{index}_lr") for index in (1, 2)]
     is_off = all(rate is not None and number(rate.value) == 0 for rate in rates)
     if not is_off:
@@ -163,7 +163,7 @@ def _text_encoders(t: Translator) -> None:
 
 
 def _optimizer_arguments(t: Translator) -> None:
-    """Arguments of the optimizer's class that have no row."""
+    """Translate arguments of the optimizer's class that have no row in the table."""
     known = {key for row in t.table.row for key in row.keys}
     others = [setting for setting in t.below("optimizer") if plain_key(setting.key) not in known]
     for index, setting in enumerate(others):
@@ -173,7 +173,7 @@ def _optimizer_arguments(t: Translator) -> None:
 
 
 def _noise(t: Translator) -> None:
-    """The distribution of the noise level of flow models, with its shift."""
+    """Translate the distribution of the noise levels of flow models, with its shift."""
     setting = t.given("model.timestep_sample_method") or Setting("model.timestep_sample_method", "logit_normal")
     own = {"logit_normal": "logit-normal", "uniform": "uniform"}.get(str(setting.value).lower())
     if own is None:
@@ -201,7 +201,7 @@ def _epochs(t: Translator, setting: Setting) -> None:
 
 
 def _batch(t: Translator, setting: Setting) -> None:
-    """One number, or pairs of a resolution and its batch size."""
+    """Translate the batch size, which is one number or pairs of a resolution and a batch size."""
     if not isinstance(setting.value, list):
         take_number("train.batch_size")(t, setting)
         return
@@ -282,7 +282,7 @@ def _huber(t: Translator, setting: Setting) -> None:
         t.skip(setting, "it is off")
         return
     kind = "smooth_l1" if "smooth" in setting.key else "huber"
-    note = "" if "pseudo" in setting.key else "here pseudo-Huber in place of Huber"
+    note = "" if "pseudo" in setting.key else "in lora-rocm pseudo-Huber in place of Huber"
     t.take("objective.loss_type", kind, setting, note=note)
     t.take("objective.huber_schedule", "constant")
     t.take("objective.huber_c", threshold)
@@ -298,7 +298,7 @@ def _validation_interval(t: Translator, setting: Setting) -> None:
 
 
 def _validation_data(t: Translator, setting: Setting) -> None:
-    """The first directory of the first evaluation dataset becomes ``data.watched``."""
+    """Translate the first directory of the first evaluation dataset to ``data.watched``."""
     if setting.key.endswith(".name") or not setting.value:
         t.skip(setting, "the loss needs no name")
         return
@@ -313,7 +313,7 @@ def _validation_data(t: Translator, setting: Setting) -> None:
 
 
 def _base_format(t: Translator, setting: Setting) -> None:
-    """Number format of the frozen base."""
+    """Translate the number format of the frozen base."""
     plain = str(setting.value).lower()
     if plain.startswith("float8"):
         t.take("model.quantization", "fp8", setting)
@@ -338,7 +338,7 @@ def _guidance(t: Translator, setting: Setting) -> None:
 
 
 def _training_adapter(t: Translator, setting: Setting) -> None:
-    """``merge_adapters``: files that are merged into the base for the training."""
+    """Translate ``merge_adapters``: files that are merged into the base during training."""
     files = [path_text(each) for each in (setting.value if isinstance(setting.value, list) else [setting.value])]
     if len(files) == 1:
         t.take("model.training_adapter", files[0], setting)
@@ -347,13 +347,13 @@ def _training_adapter(t: Translator, setting: Setting) -> None:
 
 
 def _fused_adapter(t: Translator, setting: Setting) -> None:
-    """``fuse_adapters``: a list of paths with weights."""
+    """Translate ``fuse_adapters``: a list of paths with strengths."""
     paths = [each for each in t.settings if plain_key(each.key) == "adapter.fuse_adapters.path"]
     weights = [number(each.value) for each in t.settings if plain_key(each.key) == "adapter.fuse_adapters.weight"]
     if not setting.value or (setting.key.endswith(".weight") and setting.value == 1):
         t.skip(setting, "this value has no effect")
     elif len(paths) == 1 and all(weight == 1 for weight in weights):
-        note = "diffusion-pipe merges it into the base; here it is active during training only"
+        note = "diffusion-pipe merges it into the base; in lora-rocm it is active during training only"
         t.take("model.training_adapter", path_text(setting.value), setting, note=note)
     else:
         t.lose(setting, "merges adapters into the base, with weights", ours="model.training_adapter")
@@ -380,15 +380,18 @@ def _text_encoder_rate(t: Translator, setting: Setting) -> None:
     if not rate:
         t.skip(setting, "a rate of 0")
         if "lora.train_text_encoder" in t.values and len(rates) > 1:
-            t.change(setting, "a rate of 0 trains one text encoder only; here both have the other one's rate")
+            t.change(setting, "a rate of 0 trains one text encoder only; in lora-rocm both have the other one's rate")
     elif len(rates - {0.0}) > 1:
-        t.lose(setting, "one rate is for all text encoders here", ours="optim.text_encoder_learning_rate")
+        t.lose(setting, "one rate is for all text encoders in lora-rocm", ours="optim.text_encoder_learning_rate")
     else:
         t.take("optim.text_encoder_learning_rate", rate, setting)
 
 
 def _unet_rate(t: Translator, setting: Setting) -> None:
-    """It takes precedence over the optimizer's rate, which then is only the text encoders'."""
+    """Translate the UNet's learning rate.
+
+    It takes precedence over the optimizer's rate, which then applies only to text encoders.
+    """
     rate = number(setting.value)
     if rate:
         t.take("optim.learning_rate", rate, setting)
@@ -397,7 +400,7 @@ def _unet_rate(t: Translator, setting: Setting) -> None:
 
 
 def _part_rate(t: Translator, setting: Setting) -> None:
-    """The rate of some layers of Anima."""
+    """Translate the learning rate of some layers of Anima."""
     rate, layers = number(setting.value), PARTS[setting.key.rpartition(".")[2].lower()]
     if t.values["model.family"].value != "anima":
         t.skip(setting, "only Anima reads it")
@@ -413,7 +416,7 @@ def _part_rate(t: Translator, setting: Setting) -> None:
 
 def _llm_adapter_rate(t: Translator, setting: Setting) -> None:
     if number(setting.value) == 0:
-        t.skip(setting, "the text conditioner is not trained here")
+        t.skip(setting, "the text conditioner is not trained in lora-rocm")
     else:
         t.lose(setting, "trains the text conditioner too")
 
@@ -429,10 +432,10 @@ def _kind(t: Translator, setting: Setting) -> None:
 
 
 def _rank(t: Translator, setting: Setting) -> None:
-    """A very high rank of LoKr means whole matrices."""
+    """Translate the rank. A very high rank of a LoKr means whole matrices."""
     rank = number(setting.value)
     if rank is not None and rank > MAX_LOKR_RANK and str(t.value("adapter.type")).lower() == "lokr":
-        t.take("lora.rank", MAX_LOKR_RANK, setting, note="the highest rank here: the second matrix is whole")
+        t.take("lora.rank", MAX_LOKR_RANK, setting, note="the highest rank in lora-rocm: the second matrix is whole")
     else:
         take_number("lora.rank")(t, setting)
 
@@ -511,7 +514,7 @@ def _delimiter(t: Translator, setting: Setting) -> None:
 
 
 def _trained_format(t: Translator) -> str:
-    """Number format of the trained weights: the adapter's, else the base's."""
+    """Return the number format of the trained weights: the adapter's own format, or else the base's."""
     plain = str(t.value("adapter.dtype", "model.dtype") or "").lower()
     formats = peer_names().number_formats
     return next((own for own, theirs in formats.items() if plain in theirs or plain == own), "")
@@ -521,7 +524,7 @@ def _trained_format(t: Translator) -> str:
 
 
 def _finish(t: Translator) -> None:
-    """Defaults that depend on other keys."""
+    """Write defaults that depend on other keys."""
     given = t.given("optimizer.type")
     name = str(given.value).rpartition(".")[2].lower() if given is not None else ""
     if given is not None:

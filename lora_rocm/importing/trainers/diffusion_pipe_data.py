@@ -1,4 +1,4 @@
-"""The dataset file of diffusion-pipe: directories, each with the keys that it inherits."""
+"""Reads diffusion-pipe's dataset file: directories, and the keys that they inherit."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ from lora_rocm.importing.translator import RecipeValue, Translator, plain_key
 from lora_rocm.importing.value_maps import is_on, number
 
 Found = tuple[Value, tuple[Setting, ...]]
-"""A value, and the setting that it comes from; None without one if the file lacks the key."""
+"""A value and the settings that it comes from. The value is None, without settings, if the file lacks the key."""
 KEYS = (
     "resolutions", "size_buckets", "enable_ar_bucket", "min_ar", "max_ar", "ar_buckets", "num_repeats",
     "caption_prefix", "cache_shuffle_num", "shuffle_tags", "skip_empty_caption",
 )  # fmt: skip
-"""Keys that a directory or the whole file may have."""
+"""Keys that may be set for a directory or for the whole file."""
 
 
 @dataclass(frozen=True)
 class _Directory:
-    """One ``[[directory]]``: ``own`` is its key with its index."""
+    """One ``[[directory]]`` of the dataset file.
+
+    ``own``: its key with its index.
+    """
 
     t: Translator
     own: str
 
     def value(self, key: str) -> Found:
-        """The directory's value, else the file's."""
+        """Return the directory's value, or else the value for the whole file."""
         places = (f"{self.own}.{key}", f"dataset.{key}")
         setting = next((found for place in places if (found := self.t.given_exactly(place)) is not None), None)
         return (None, ()) if setting is None else (setting.value, (setting,))
@@ -47,7 +50,7 @@ def take_directories(t: Translator) -> None:
 
 
 def _source(t: Translator, path: Setting) -> Source:
-    """One directory."""
+    """Return the source for one directory."""
     directory = _Directory(t, path.key.rpartition(".")[0])
     source: dict[str, RecipeValue] = {
         "path": RecipeValue(path_text(path.value), (path,)),
@@ -74,7 +77,7 @@ def _source(t: Translator, path: Setting) -> Source:
 
 
 def _sizes(directory: _Directory) -> Iterator[tuple[str, RecipeValue]]:
-    """The sides of the squares with the areas of the resolutions."""
+    """Yield the recipe keys for the resolutions: sides of squares with the same areas."""
     buckets, settings = directory.value("size_buckets")
     note = "buckets of about these areas instead of these sizes" if buckets else ""
     found: Value = buckets
@@ -88,7 +91,7 @@ def _sizes(directory: _Directory) -> Iterator[tuple[str, RecipeValue]]:
 
 
 def _take_buckets(directory: _Directory) -> None:
-    """Aspect ratios: off unless the file switches them on."""
+    """Translate the settings for aspect ratios. Buckets are off unless the file enables them."""
     t = directory.t
     switch, switch_settings = directory.value("enable_ar_bucket")
     if directory.value("size_buckets")[0]:
@@ -113,7 +116,7 @@ def _take_buckets(directory: _Directory) -> None:
 
 
 def _shuffled(directory: _Directory) -> tuple[Setting, ...] | None:
-    """The settings that shuffle tags, if they are on; writes the number of orders that are cached."""
+    """Return the settings that shuffle tags, or None if shuffling is off. Writes the number of cached tag orders."""
     t = directory.t
     (count, settings), (tags, tag_settings) = directory.value("cache_shuffle_num"), directory.value("shuffle_tags")
     variants = int(number(count) or 0)

@@ -1,6 +1,6 @@
-"""kohya's sd-scripts: configurations in TOML, dataset files, command lines, and JSON of its GUI.
+"""Imports kohya's sd-scripts: configurations in TOML, dataset files, command lines, and JSON files of its GUI.
 
-Also LoRA_Easy_Training_Scripts, which keeps the same names in sections.
+LoRA_Easy_Training_Scripts, which has the same names in sections, is supported, too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ OF_OTHER_FAMILIES = re.compile(r"(?:sd3|hunyuan(?:_image)?|lumina|flux1|anima|sd
 
 
 def _read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
-    """All settings, with flat names. Sections of other names are ignored, as in the scripts' own parser."""
+    """Return all settings with flat names. Names of sections are ignored, as in the scripts' own parser."""
     found = FileContent()
     for each in files.given:
         content = _settings_of(each)
@@ -60,14 +60,17 @@ def _read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
 
 
 def _with_suffix(setting: Setting) -> Setting:
-    """A configuration file without its suffix, as the scripts take it."""
+    """Return the setting with the suffix of a configuration file added.
+
+    The scripts accept its name without the suffix.
+    """
     text = str(setting.value)
     text = text if text.lower().endswith((".toml", ".json")) else f"{text}.toml"
     return Setting(setting.key, text, setting.file, setting.line)
 
 
 def _additional(settings: Sequence[Setting]) -> FileContent:
-    """The options in the GUI's field for further ones."""
+    """Return the options in the GUI's field for additional options."""
     found = FileContent()
     for setting in settings:
         if setting.key != "additional_parameters" or not isinstance(setting.value, str):
@@ -102,7 +105,7 @@ COMMENT = re.compile(r"^\s*(?:#|@?rem\b|::)", re.IGNORECASE)
 
 
 def _flat(setting: Setting, *, has_subsets: bool) -> Setting:
-    """A setting without the sections above it, which the scripts ignore; datasets and arguments keep theirs."""
+    """Return a setting without its sections, which the scripts ignore. Datasets and arguments keep their sections."""
     parts = setting.key.split(".")
     first = parts[0].partition("[")[0].lower()
     key = parts[-1]
@@ -114,7 +117,7 @@ def _flat(setting: Setting, *, has_subsets: bool) -> Setting:
 
 
 def _parts(setting: Setting) -> Iterator[Setting]:
-    """A setting; a list of ``name=value`` becomes one setting for each name."""
+    """Yield the setting itself or, for a list of ``name=value``, one setting for each name."""
     if setting.key not in LISTS:
         yield setting
         return
@@ -134,7 +137,7 @@ WORD = re.compile(r"\w+\s*=\s*(?:\[[^\]]*\]|\([^)]*\)|\S+)|\S+")
 
 
 def _prepare(t: Translator) -> None:
-    """Everything that depends on several keys: family, adapter, length, rates, optimizer, data."""
+    """Translate everything that depends on several keys: family, adapter, length, rates, optimizer, data."""
     _take_family(t)
     family = str(t.values["model.family"].value)
     is_gui = t.given("lora_type", "max_resolution", "model_list") is not None
@@ -159,7 +162,10 @@ def _prepare(t: Translator) -> None:
 
 
 def _take_family(t: Translator) -> None:
-    """The family: by the script, the module, the GUI's switches, parts of the base; else it is guessed."""
+    """Translate the family.
+
+    It is determined by the script, the network module, the GUI's switches or the base's components, or else guessed.
+    """
     _refuse_others(t)
     module, script, version = t.given("network_module"), t.given("script"), t.given("v2")
     of_sd = "sd2" if version is not None and is_on(version.value) else "sd15"
@@ -187,7 +193,7 @@ def _take_family(t: Translator) -> None:
 
 
 def _refuse_others(t: Translator) -> None:
-    """Stop if the script, the module or a part names a base that lora-rocm does not train."""
+    """Stop if the script, a module or a component names a base model that lora-rocm does not train."""
     for setting in (t.given("network_module"), t.given("script")):
         if setting is not None and str(setting.value) in OTHERS:
             t.refuse_base(OTHERS[str(setting.value)], setting)
@@ -211,7 +217,7 @@ def _guess(t: Translator) -> str:
 
 
 def _prepare_gui(t: Translator, family: str) -> None:
-    """Settle fields of the GUI that this kind of run does not read. 0 switches many off."""
+    """Set the outcome of the GUI's fields that this kind of run does not read. For many fields, 0 means off."""
     # fields of other families
     own = {"flux": ("flux1_",), "anima": ("anima_",), "sdxl": ("sdxl_",)}.get(family, ())
     for setting in t.settings:
@@ -258,7 +264,7 @@ ZERO_IS_OFF = (
 
 
 def _finish(t: Translator) -> None:
-    """Previews have kohya's sampler only if there are prompts."""
+    """Write kohya's sampler for previews, if there are prompts."""
     if "sample.prompts" not in t.values:
         for key in ("sample.sampler", "sample.every_n_steps", "sample.every_n_epochs"):
             t.withdraw(key, "there are no prompts", is_lost=False)

@@ -1,4 +1,4 @@
-"""The data of kohya's scripts: subsets of datasets, or folders on the command line, with the keys that they inherit."""
+"""Translates the data of kohya's scripts: subsets of datasets with inherited keys, or folders on the command line."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ OPTION_NAMES = {
     "batch_size": ("train_batch_size",), "num_repeats": ("dataset_repeats",), "resolution": ("max_resolution",),
     "metadata_file": ("in_json",), "caption_extension": ("caption_extention",),
 }  # fmt: skip
-"""Key of a dataset or subset -> names of the same option on the command line and in the GUI."""
+"""Maps a key of a dataset or subset to the option's names on the command line and in the GUI."""
 SAME = {
     "num_repeats": "repeats", "keep_tokens": "keep_tokens", "caption_dropout_rate": "caption_dropout_rate",
     "caption_tag_dropout_rate": "caption_tag_dropout_rate", "caption_prefix": "caption_prefix",
     "caption_suffix": "caption_suffix", "caption_extension": "caption_extension",
 }  # fmt: skip
-"""Key of a subset -> key of our source, with the same meaning."""
+"""Maps a subset's key to our source's key of the same meaning."""
 SWITCHES = {
     "shuffle_caption": "shuffle_caption", "enable_wildcard": "enable_wildcard", "flip_aug": "flip_aug",
     "alpha_mask": "alpha_mask",
 }  # fmt: skip
 CROPS, COLOURS, VARIANTS = 8, 8, 16
 OF_DATASETS = ("enable_bucket", "min_bucket_reso", "max_bucket_reso", "bucket_reso_steps", "bucket_no_upscale")
-"""Keys that hold for a whole dataset there, and for all data here."""
+"""Keys that apply to one dataset in kohya's scripts, but to all data in a recipe."""
 UNSUPPORTED = {
     "face_crop_aug_range": "would crop around faces",
     "keep_tokens_separator": "would keep the tags before a separator in their place",
     "secondary_separator": "would shuffle groups of tags together",
     "caption_dropout_every_n_epochs": "would drop all captions every few epochs",
     "token_warmup_step": "would start with few tags and add more",
-    "custom_attributes": "would hand values to the network",
+    "custom_attributes": "would pass values to the network",
     "network_multiplier": "would scale the LoRA for these images",
 }
 NOT_NEEDED = {
@@ -53,14 +53,14 @@ MAX_ASPECT = 100.0
 
 @dataclass
 class _Sections:
-    """Looks keys up in the sections of a subset, the innermost first; notes which settings it has seen."""
+    """Looks up a subset's keys in its sections, the innermost first, and records which settings were used."""
 
     t: Translator
     sections: Sequence[str]
     seen: list[Setting] = field(default_factory=list)
 
     def find(self, key: str) -> Setting | None:
-        """The setting that counts, or the trainer's default; None if there is neither."""
+        """Return the setting that applies, or else the trainer's default; None if there is neither."""
         names = [f"{section}.{key}" for section in self.sections if section]
         names += [key, *OPTION_NAMES.get(key, ())]
         given = [setting for name in names if (setting := self.t.given_exactly(name)) is not None]
@@ -74,7 +74,7 @@ class _Sections:
 
 
 def take_data(t: Translator, step: int) -> None:
-    """Write ``data`` from the datasets and the folders. ``step``: bucket sides are its multiples."""
+    """Write ``data`` from datasets and folders. ``step``: bucket sides must be multiples of this number."""
     # the subsets; without any, the options hold for the folder that the user fills in
     subsets = [*_subsets(t)] or [("train_data_dir", None, _Sections(t, ["general"]))]
     sources = [_source(t, kind, folder, sections) for kind, folder, sections in subsets]
@@ -96,7 +96,10 @@ def take_data(t: Translator, step: int) -> None:
 
 
 def _subsets(t: Translator) -> Iterator[tuple[str, Setting | None, _Sections]]:
-    """(kind, setting of the folder, sections) of each subset; kind: subset, metadata, or the key of a folder."""
+    """Yield (kind, setting of the folder, sections) for each subset.
+
+    The kind is "subset", "metadata", or the folder's key.
+    """
     subsets = dict.fromkeys(
         setting.key.rpartition(".")[0] for setting in t.settings if re.match(SUBSET, setting.key) is not None
     )
@@ -121,13 +124,13 @@ SUBSET = re.compile(r"(?:datasets\[\d+\]\.)?subsets\[\d+\]\.(?:image_dir|metadat
 
 
 def _source(t: Translator, kind: str, folder: Setting | None, sections: _Sections) -> Mapping[str, RecipeValue]:
-    """One entry of ``data.sources``; without a path if there is no folder."""
+    """Return one entry of ``data.sources``. It has no path if there is no folder."""
     # the folder
     found: dict[str, RecipeValue] = {}
     if folder is not None:
         found["path"] = RecipeValue(path_text(folder.value), (folder,))
     if folder is not None and plain_key(folder.key).endswith("metadata_file"):
-        note = "kohya takes the paths in this file; name the folder of the images here"
+        note = "kohya takes the paths in this file; write the folder of the images"
         found["path"] = RecipeValue(path_text(folder.value).rpartition("/")[0] or ".", (), note)
     if kind in ("train_data_dir", "reg_data_dir"):
         found["caption_fallback"] = RecipeValue("folder", (), "kohya: the folder's name if there is no caption")
@@ -160,7 +163,7 @@ TEXTS = ("caption_extension", "caption_prefix", "caption_suffix")
 
 
 def _add_converted(t: Translator, found: dict[str, RecipeValue], sections: _Sections) -> None:
-    """Add the keys of a source with another value or meaning than the subset's."""
+    """Add keys to a source that have a different value or meaning than in the subset."""
     # the size
     setting = sections.find("resolution")
     if setting is not None and (side := side_of(setting.value)) is not None:
@@ -172,14 +175,14 @@ def _add_converted(t: Translator, found: dict[str, RecipeValue], sections: _Sect
     for key, count, what in (("random_crop", CROPS, "places"), ("color_aug", COLOURS, "versions")):
         setting = sections.find(key)
         if setting is not None and is_on(setting.value):
-            note = f"kohya: another one at each step; here {count} {what} of each image"
+            note = f"kohya: another one at each step; in lora-rocm {count} {what} of each image"
             found[key] = RecipeValue(count, (setting,), note)
     # regularisation images and captions
     if (setting := sections.find("is_reg")) is not None and is_on(setting.value):
         found["is_reg"] = RecipeValue(True, (setting,))
     words = sections.find("class_tokens")
     if words is not None and words.value:
-        note = "kohya: the caption of images without one; here it is also added to captions that lack it"
+        note = "kohya: the caption of images without one; in lora-rocm it is also added to captions that lack it"
         found["trigger_word"] = RecipeValue(str(words.value), (words,), note)
         found["caption_fallback"] = RecipeValue("trigger", ())
     if (setting := sections.find("metadata_file")) is not None and setting.value:
@@ -208,7 +211,10 @@ def _lose_unsupported(t: Translator, sections: _Sections) -> None:
 
 
 def _take_bucket_switches(t: Translator, sections: _Sections) -> None:
-    """Whether there are buckets, and whether small images are enlarged. The second of two different values is lost."""
+    """Translate whether there are buckets, and whether small images are enlarged.
+
+    If two datasets differ, the second value is reported as lost.
+    """
     enabled, no_upscale = sections.find("enable_bucket"), sections.find("bucket_no_upscale")
     assert enabled is not None and no_upscale is not None, "they have defaults"
     t.take("data.enable_bucket", is_on(enabled.value), enabled)
@@ -223,7 +229,7 @@ def _take_bucket_switches(t: Translator, sections: _Sections) -> None:
 
 
 def _take_step(t: Translator, sections: _Sections, step: int) -> None:
-    """The step of bucket sides, a multiple of ``step``."""
+    """Translate the step of bucket sides, which must be a multiple of ``step``."""
     given = sections.find("bucket_reso_steps")
     size = number(given.value) if given is not None else None
     if given is None or t.is_settled(given):
@@ -232,12 +238,12 @@ def _take_step(t: Translator, sections: _Sections, step: int) -> None:
         t.lose(given, "it is not a size", ours="data.bucket_step")
         return
     allowed = -(-int(size) // step) * step
-    note = "" if allowed == size else f"sides are multiples of {step} here"
+    note = "" if allowed == size else f"in lora-rocm sides are multiples of {step}"
     t.take("data.bucket_step", allowed, given, note=note)
 
 
 def _take_aspect(t: Translator, datasets: Sequence[_Sections]) -> None:
-    """The longest shape of a bucket, in place of the limits of its sides."""
+    """Translate the limits of bucket sides to a maximum aspect ratio."""
     shapes, settings = list[float](), dict[int, Setting]()
     for sections in datasets:
         if not is_on(sections.value("enable_bucket")):
@@ -257,7 +263,7 @@ def _take_aspect(t: Translator, datasets: Sequence[_Sections]) -> None:
             shapes.append(min(highest, side * side / lowest) / lowest)
             settings |= {id(setting): setting for setting in limits}
     if shapes:
-        note = "the longest shape of kohya's buckets; sides have no limits here"
+        note = "the longest shape of kohya's buckets; sides have no limits in lora-rocm"
         if max(shapes) == MAX_ASPECT and not settings:
             note = "kohya has no limit with bucket_no_upscale"
         longest = round(min(max(*shapes, 1.0), MAX_ASPECT), 3)
@@ -265,7 +271,7 @@ def _take_aspect(t: Translator, datasets: Sequence[_Sections]) -> None:
 
 
 def _take_batches(t: Translator, datasets: Sequence[_Sections]) -> None:
-    """The batch size: the largest one, and smaller ones as limits of their sources."""
+    """Translate the batch sizes: the largest becomes the batch size, smaller ones become limits of their sources."""
     found = [(setting, number(setting.value)) for each in datasets if (setting := each.find("batch_size")) is not None]
     sizes = [size for _, size in found if size is not None and size >= 1]
     for setting, size in found:
@@ -296,7 +302,9 @@ def _take_masks_and_variants(t: Translator, sources: Sequence[Mapping[str, Recip
     if any(key in source for source in sources for key in ("shuffle_caption", "enable_wildcard")) or any(
         "caption_tag_dropout_rate" in source for source in sources
     ):
-        t.take("data.caption_variants", VARIANTS, note="kohya: a new variant at each step; here as many as this")
+        t.take(
+            "data.caption_variants", VARIANTS, note="kohya: a new variant at each step; in lora-rocm as many as this"
+        )
 
 
 def _take_regularisation(t: Translator, sources: Sequence[Mapping[str, RecipeValue]]) -> None:
@@ -311,7 +319,7 @@ def _take_regularisation(t: Translator, sources: Sequence[Mapping[str, RecipeVal
 
 
 def side_of(value: object) -> int | None:
-    """The side of the square with the area of a resolution: 1024, "1024,1024" or [1024, 768]."""
+    """Return the side of the square that has the area of a resolution such as 1024, "1024,1024" or [1024, 768]."""
     parts = value if isinstance(value, list) else re.split(r"[,xX]", str(value))
     sides = [number(each) for each in parts]
     if not sides or len(sides) > 2 or any(side is None or not 1 <= side <= 1e6 for side in sides):

@@ -1,4 +1,4 @@
-"""The adapter of kohya's scripts: the network module with its arguments, the GUI's kinds, values of single blocks."""
+"""Translates the adapter of kohya's scripts: network module, its arguments, the GUI's kinds, and values per block."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = {
     "kohya dylora": "a DyLoRA", "lycoris/dylora": "a DyLoRA", "lycoris/glora": "a GLoRA", "lycoris/boft": "a BOFT",
     "lycoris/native fine-tuning": "all weights", "flux1 oft": "an OFT",
 }  # fmt: skip
-"""Kinds of adapters that lora-rocm does not train."""
+"""Maps kinds of adapters that lora-rocm does not train to descriptions."""
 GUI_KINDS = {
     "standard": "lora", "kohya locon": "lora", "locon": "lora", "flux1": "lora", "anima": "lora",
     "lycoris/locon": "lora", "lycoris/loha": "loha", "lycoris/lokr": "lokr", "lycoris/ia3": "ia3",
@@ -59,7 +59,7 @@ GUI_FIELDS: Mapping[str, set[str]] = {
     "lycoris/dylora": OF_LYCORIS | {"unit"}, "lycoris/glora": OF_LYCORIS,
     "lycoris/native fine-tuning": {"lycoris_preset", "rank_dropout", "module_dropout", "train_norm"},
 }  # fmt: skip
-"""LoRA_type of the GUI, in lower case -> its fields that the type reads."""
+"""Maps LoRA_type of the GUI, in lower case, to the fields that this type reads."""
 ALL_FIELDS = {"factor", "use_cp", "unit", "train_on_input", "constrain", "rescaled"}.union(*GUI_FIELDS.values())
 PRESETS = {"full-lin": "attention-mlp", "attn-mlp": "attention-mlp", "attn-only": "attention",
            "unet-transformer-only": "attention-mlp"}  # fmt: skip
@@ -67,7 +67,7 @@ MAX_RANK = 2048
 
 
 def take_adapter(t: Translator) -> None:
-    """Write the kind of the adapter and where it is attached; afterwards fields of other kinds are settled."""
+    """Write the adapter's kind and its targets. Then set the outcome of fields for other kinds."""
     # the kind
     module, of_gui = t.given("network_module"), t.given("lora_type")
     algo = t.given("network_args.algo", "algo")
@@ -94,7 +94,7 @@ def take_adapter(t: Translator) -> None:
 
 
 def _chosen(module: Setting | None, of_gui: Setting | None, algo: Setting | None) -> tuple[Setting | None, str]:
-    """(the setting that names the kind, the name in lower case)."""
+    """Return the setting that names the kind of adapter, and the kind in lower case."""
     is_lycoris = module is None or str(module.value).lower().startswith("lycoris.")
     if algo is not None and is_lycoris:
         return algo, str(algo.value).strip().strip("\"'").lower()
@@ -122,37 +122,39 @@ def _take_targets(t: Translator, *, is_lycoris: bool, module: Setting | None) ->
         else:
             t.skip(preset, "only LyCORIS reads it")
     elif family == "flux":
-        t.take("lora.targets", "all-linear", note="kohya has one factor A for q, k and v; here each has its own")
+        t.take(
+            "lora.targets", "all-linear", note="kohya has one factor A for q, k and v; in lora-rocm each has its own"
+        )
 
 
 # functions of the table
 
 
 def rank(t: Translator, setting: Setting) -> None:
-    """The rank. LyCORIS takes a huge one as: do not factor the second matrix of a LoKr."""
+    """Translate the rank. LyCORIS takes a huge rank as an instruction not to factorise the second matrix of a LoKr."""
     found = number(setting.value)
     if _is_rank_of_weights(t):
         t.skip(setting, "dim_from_weights takes it from the file")
     elif not found:
         t.lose(setting, "it is not a number", ours="lora.rank")
     elif found > MAX_RANK:
-        t.take("lora.rank", MAX_RANK, setting, note="the highest rank here")
+        t.take("lora.rank", MAX_RANK, setting, note="the highest rank in lora-rocm")
     else:
         t.take("lora.rank", whole(found), setting)
 
 
 def rank_of_weights(t: Translator, setting: Setting) -> None:
-    """The switch for the rank of the file that training starts from."""
+    """Translate the switch that takes the rank from the file with which training starts."""
     if not is_on(setting.value):
         t.skip(setting, "it is off")
     elif _is_rank_of_weights(t):
         t.take("lora.rank", "auto", setting)
     else:
-        t.lose(setting, "would take the rank from network_weights, which is not here", ours="lora.rank")
+        t.lose(setting, "would take the rank from network_weights, which was not found", ours="lora.rank")
 
 
 def _is_rank_of_weights(t: Translator) -> bool:
-    """Whether the rank is the one of a file that is here; lora-rocm reads it with each recipe."""
+    """Whether the rank comes from a file on this machine. lora-rocm reads it whenever it loads the recipe."""
     switch, file = t.given("dim_from_weights"), t.given("network_weights", "lora_network_weights")
     if switch is None or not is_on(switch.value) or file is None or not file.value:
         return False
@@ -163,7 +165,7 @@ def _is_rank_of_weights(t: Translator) -> bool:
 
 
 def alpha(t: Translator, setting: Setting) -> None:
-    """Alpha. kohya takes 0 as the rank."""
+    """Translate alpha. kohya replaces an alpha of 0 by the rank."""
     found = number(setting.value)
     dims = t.value("network_dim")
     if found == 0:  # lora.py: alpha = dim if alpha is None or alpha == 0
@@ -175,7 +177,7 @@ def alpha(t: Translator, setting: Setting) -> None:
 
 
 def convolution(t: Translator, setting: Setting) -> None:
-    """Rank or alpha of convolutions, which networks.lora adapts only if ``conv_dim`` is given."""
+    """Translate rank or alpha of convolutions. networks.lora adapts convolutions only if ``conv_dim`` is set."""
     is_alpha = setting.key.lower().endswith("alpha")
     dims = t.given("network_args.conv_dim", "conv_dim")
     conv = number(dims.value) if dims is not None else None
@@ -202,17 +204,17 @@ def convolution(t: Translator, setting: Setting) -> None:
 
 
 def dora(t: Translator, setting: Setting) -> None:
-    """The switch for DoRA."""
+    """Translate the switch for DoRA."""
     if not is_on(setting.value):
         t.skip(setting, "it is off")
     elif t.values.get("lora.type", RecipeValue("lora", ())).value == "lora":
         t.take("lora.use_dora", True, setting)
     else:
-        t.lose(setting, "would train magnitudes; only a LoRA has them here", ours="lora.use_dora")
+        t.lose(setting, "would train magnitudes; in lora-rocm only a LoRA has them", ours="lora.use_dora")
 
 
 def loraplus(t: Translator, setting: Setting) -> None:
-    """LoRA+: the ratio for the UNet; the text encoders have the same here."""
+    """Translate LoRA+. The UNet's ratio is used for the text encoders, too."""
     found = number(setting.value)
     of_unet = t.given("network_args.loraplus_unet_lr_ratio", "loraplus_unet_lr_ratio")
     has_own = of_unet is not None and bool(number(of_unet.value))
@@ -228,7 +230,7 @@ def loraplus(t: Translator, setting: Setting) -> None:
 
 
 def constraint(t: Translator, setting: Setting) -> None:
-    """The limit of an OFT's rotations."""
+    """Translate the limit of an OFT's rotations."""
     found = number(setting.value)
     if not found:
         t.skip(setting, "it is off")
@@ -237,14 +239,14 @@ def constraint(t: Translator, setting: Setting) -> None:
 
 
 def dropout(t: Translator, setting: Setting) -> None:
-    """Dropout of ranks, modules and neurons."""
+    """Translate the dropout of ranks, modules and neurons."""
     found = number(setting.value)
     name = setting.key.lower().rpartition(".")[2]
     ours = "dropout" if name == "network_dropout" else name
     if not found:
         t.skip(setting, "it is off")
     else:
-        note = "kohya: of the values between A and B; here of the input" if ours == "dropout" else ""
+        note = "kohya: of the values between A and B; in lora-rocm of the input" if ours == "dropout" else ""
         t.take(f"lora.{ours}", found, setting, note=note)
 
 
@@ -252,7 +254,7 @@ def dropout(t: Translator, setting: Setting) -> None:
 
 
 def blocks(t: Translator, setting: Setting) -> None:
-    """The values of all blocks, written once when the first of these keys is met."""
+    """Translate the values of all blocks. They are written when the first of their keys is translated."""
     # what is given
     known = {name: t.given(f"network_args.{name}", name) for name in BLOCK_KEYS}
     given = {name: each for name, each in known.items() if each is not None and each.value not in (None, "")}
@@ -287,7 +289,7 @@ def _entry(
     alphas: Sequence[float] | None,
     factors: list[float] | None,
 ) -> dict[str, Value]:
-    """The values that differ in one block."""
+    """Return the values that differ in one block."""
     entry: dict[str, Value] = {}
     rate = number(_rate(t))
     if ranks is not None:
@@ -308,7 +310,7 @@ def _take_blocks(t: Translator, entries: Sequence[Mapping[str, Value]], used: Se
 def _take_targets_without(
     t: Translator, off: set[str], present: Sequence[str], used: Sequence[Setting], *, with_convolutions: bool
 ) -> None:
-    """Attach the LoRA only to the other blocks."""
+    """Attach the LoRA only to the blocks that are not in ``off``."""
     if not off:
         return
     patterns = [block.removeprefix("unet\\.") for block in present if block not in off]
@@ -332,7 +334,7 @@ def _rate(t: Translator) -> Value:
 
 
 def _numbers(given: Mapping[str, Setting], name: str, count: int) -> list[float] | None:
-    """The values of a key for all blocks; None if it is absent or has another number of values."""
+    """Return a key's values for all blocks; None if the key is absent or has another number of values."""
     setting = given.get(name)
     if setting is None:
         return None
@@ -347,7 +349,7 @@ def _listed(value: Value) -> list[float] | None:
 
 
 def _factors(t: Translator, given: Mapping[str, Setting], count: int) -> list[float] | None:
-    """The factor of the learning rate of each block; None if no key gives factors, or one cannot be read."""
+    """Return the factor of the learning rate for each block; None if no key has factors, or one cannot be read."""
     has_edges = count == 23  # SDXL counts the first and the last layer, which have no LoRA
     side, middle = (9, 3) if has_edges else (12, 1)
     found = list[float]()
@@ -372,7 +374,10 @@ def _curve(value: Value, size: int) -> list[float] | None:
 
 
 def _blocks_of_side(side: str, count: int, without_attention: int) -> list[Block]:
-    """The layers on one side of a UNet; of each block three: two or three layers, and the one that changes the size."""
+    """Return the layers on one side of a UNet.
+
+    Each block has two or three layers, and one layer that changes the size.
+    """
     found = []
     for block in range(count):
         has_attention = block != without_attention
@@ -398,4 +403,4 @@ BLOCKS_OF: Mapping[str, Sequence[Block]] = {
         *_blocks_of_side("up", 3, 2), NO_MODULES,
     ],
 }  # fmt: skip
-"""Family -> (pattern for the modules, whether there is attention) of each block, in kohya's order."""
+"""Maps a family to (pattern for the modules, whether there is attention) of each block, in kohya's order."""

@@ -1,4 +1,4 @@
-"""The run of kohya's scripts: length, learning rates, optimizer, schedule, noise, files."""
+"""Translates the run of kohya's scripts: length, learning rates, optimizer, schedule, noise, files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ SCHEMES_WITH_UNIFORM_NOISE = ("uniform", "none", "")
 
 
 def take_length(t: Translator, *, is_gui: bool) -> None:
-    """Epochs take precedence over steps. The GUI computes steps from its epochs if it has no other length."""
+    """Translate the length. Epochs take precedence over steps.
+
+    If no other length is set, the GUI computes the number of steps from its epochs.
+    """
     epochs, steps, of_gui = t.given("max_train_epochs"), t.given("max_train_steps"), t.given("epoch")
     chosen = next((each for each in (epochs, steps) if each is not None and (number(each.value) or 0) >= 1), None)
     if chosen is None and of_gui is not None and (number(of_gui.value) or 0) >= 1:
@@ -59,7 +62,7 @@ def take_length(t: Translator, *, is_gui: bool) -> None:
 
 
 def take_rates(t: Translator, family: str, *, is_gui: bool) -> None:
-    """The learning rates, and whether the text encoders are trained: kohya's scripts do so by default."""
+    """Translate the learning rates, and whether text encoders are trained, which is the default of kohya's scripts."""
     # the GUI's fields for one or for two text encoders
     unread = ("learning_rate_te",) if family == "sdxl" else ("learning_rate_te1", "learning_rate_te2")
     for key in unread:
@@ -96,7 +99,7 @@ def take_rates(t: Translator, family: str, *, is_gui: bool) -> None:
 
 
 def _text_rates(t: Translator) -> list[float]:
-    """The rates of the text encoders in the file: none, one for all, or one for each."""
+    """Return the text encoders' rates in the file: none, one for all encoders, or one for each."""
     found = list[float]()
     for keys in (TEXT_RATES, SECOND_RATES):
         setting = next((each for key in keys if (each := t.given(key)) is not None and not t.is_settled(each)), None)
@@ -156,7 +159,7 @@ def _first(value: Value) -> Value:
 
 
 def take_optimizer(t: Translator) -> None:
-    """The optimizer with the defaults of its library, where they differ from ours."""
+    """Translate the optimizer. Defaults of its library are written where they differ from ours."""
     setting = t.given("optimizer_type", "optimizer")
     for key, name in (("use_8bit_adam", "AdamW8bit"), ("use_lion_optimizer", "Lion")):
         switch = t.given(key)
@@ -181,7 +184,7 @@ def take_optimizer(t: Translator) -> None:
 
 
 def take_schedule(t: Translator) -> None:
-    """The schedule with its options: ``lr_scheduler_type`` names a class, and takes precedence."""
+    """Translate the schedule with its options. ``lr_scheduler_type`` names a class, and takes precedence."""
     own, plain = t.given("lr_scheduler_type"), t.given("lr_scheduler")
     chosen = own if own is not None and own.value else plain
     name = str(chosen.value).rpartition(".")[2].lower() if chosen is not None and chosen.value else "constant"
@@ -204,7 +207,7 @@ CLASSES = {
     "rexannealingwarmrestarts": "rex", "rexlr": "rex", "cosineannealingwarmrestarts": "cosine_with_restarts",
     "cosineannealingwarmuprestarts": "cosine_with_restarts", "linearlr": "linear", "polynomiallr": "polynomial",
 }  # fmt: skip
-"""Classes of schedules, in lower case -> ours."""
+"""Maps classes of schedules, in lower case, to our schedules."""
 
 
 def _take_warmup(t: Translator, *, is_constant: bool) -> None:
@@ -256,7 +259,7 @@ def _take_schedule_options(t: Translator, schedule: str, name: str) -> None:
 
 
 def skip_unread_by_flow(t: Translator) -> None:
-    """Settle the keys that the scripts of flow models do not read."""
+    """Set the outcome of keys that the scripts for flow models do not read."""
     for setting in t.settings:
         if setting.key.lower() in NOT_READ_BY_FLOW:
             t.skip(setting, "kohya's script for this model does not read it")
@@ -266,7 +269,7 @@ def skip_unread_by_flow(t: Translator) -> None:
 
 
 def take_flow(t: Translator, family: str) -> None:
-    """The distribution of the noise level, its shift, and how the prediction is compared."""
+    """Translate the distribution of the noise levels, its shift, the scaling of predictions, and the guidance."""
     # the distribution
     prefix = f"{family}_" if family == "anima" else ""
     sampling = t.given(f"{prefix}timestep_sampling", "timestep_sampling")
@@ -304,11 +307,11 @@ def take_flow(t: Translator, family: str) -> None:
 
 
 OF_FLOW = {"flux": ("sigma", 3.0), "anima": ("sigmoid", 1.0)}
-"""Family -> kohya's default of timestep_sampling, and of discrete_flow_shift."""
+"""Maps a family to kohya's defaults of (timestep_sampling, discrete_flow_shift)."""
 
 
 def _take_spread(t: Translator, chosen: str, prefix: str) -> None:
-    """The width of a logit-normal distribution, and the scheme of timestep_sampling sigma."""
+    """Translate the width of a logit-normal distribution, and the weighting scheme for the timestep_sampling sigma."""
     scale = t.given(f"{prefix}sigmoid_scale", "sigmoid_scale")
     if scale is not None:
         found = number(scale.value)
@@ -342,7 +345,7 @@ def _take_spread(t: Translator, chosen: str, prefix: str) -> None:
 
 
 def take_saving(t: Translator) -> None:
-    """The interval and the number of files. One unit is possible here; epochs come first."""
+    """Translate the interval and number of saved files. A recipe has only one unit; epochs take precedence."""
     epochs, steps, ratio = (t.given(key) for key in ("save_every_n_epochs", "save_every_n_steps", "save_n_epoch_ratio"))
     each_epochs, each_steps = (number(each.value) if each is not None else None for each in (epochs, steps))
     length = t.values.get("train.epochs")
@@ -363,7 +366,7 @@ def take_saving(t: Translator) -> None:
 
 
 def take_file_format(t: Translator) -> None:
-    """The number format of the files: without ``save_precision`` the one of the trained weights."""
+    """Translate the number format of the files. Without ``save_precision``, it is the format of the trained weights."""
     default = t.default("save_precision")
     for key in ("full_bf16", "full_fp16"):
         switch, given = t.given(key), t.given("save_precision")
@@ -384,7 +387,7 @@ def _take_number_of_files(t: Translator, each_steps: float | None) -> None:
             elif unit == "epochs":
                 t.take(ours, int(found), setting)
             elif each_steps:
-                t.take(ours, int(found // each_steps) + 1, setting, note="kohya counts steps; here files")
+                t.take(ours, int(found // each_steps) + 1, setting, note="kohya counts steps; in lora-rocm files")
             else:
                 t.skip(setting, "it needs save_every_n_steps")
 
@@ -393,12 +396,12 @@ def _take_number_of_files(t: Translator, each_steps: float | None) -> None:
 
 
 def _last(setting: Setting) -> str:
-    """The last part of a key, in lower case."""
+    """Return the last part of a key in lower case."""
     return plain_key(setting.key).rpartition(".")[2]
 
 
 def loss(t: Translator, setting: Setting) -> None:
-    """The kind of loss."""
+    """Translate the kind of loss."""
     plain = str(setting.value).lower()
     if plain in ("l2", ""):
         t.skip(setting, "the usual loss")
@@ -409,7 +412,7 @@ def loss(t: Translator, setting: Setting) -> None:
 
 
 def huber(t: Translator, setting: Setting) -> None:
-    """Options of the Huber losses."""
+    """Translate options of the Huber losses."""
     key = _last(setting)
     if str(t.value("loss_type") or "l2").lower() not in ("huber", "smooth_l1"):
         t.skip(setting, "only huber and smooth_l1 read it")
@@ -422,7 +425,7 @@ def huber(t: Translator, setting: Setting) -> None:
 
 
 def prediction(t: Translator, setting: Setting) -> None:
-    """The kind of prediction."""
+    """Translate the prediction type."""
     if is_on(setting.value):
         t.take("model.prediction_type", "v_prediction", setting)
     else:
@@ -430,7 +433,7 @@ def prediction(t: Translator, setting: Setting) -> None:
 
 
 def bf16_weights(t: Translator, setting: Setting) -> None:
-    """Whether the trained weights are in 16 bits."""
+    """Translate whether the trained weights are stored in 16 bits."""
     if is_on(setting.value):
         t.take("lora.weight_dtype", "fp16" if "fp16" in setting.key else "bf16", setting)
     else:
@@ -438,7 +441,7 @@ def bf16_weights(t: Translator, setting: Setting) -> None:
 
 
 def base_in_8_bits(t: Translator, setting: Setting) -> None:
-    """Whether the base is stored in 8 bits."""
+    """Translate whether the base is stored in 8 bits."""
     if is_on(setting.value) and t.values["model.family"].value == "anima":
         t.skip(setting, "kohya's script for Anima switches it off")
     elif is_on(setting.value):
@@ -448,7 +451,7 @@ def base_in_8_bits(t: Translator, setting: Setting) -> None:
 
 
 def trackers(t: Translator, setting: Setting) -> None:
-    """Programs that log the run."""
+    """Translate the trackers that log the run."""
     if str(setting.value).lower() in ("wandb", "all"):
         t.take("output.log_with", ["wandb"], setting)
     else:
@@ -456,16 +459,16 @@ def trackers(t: Translator, setting: Setting) -> None:
 
 
 def sampler(t: Translator, setting: Setting) -> None:
-    """The sampler of previews."""
+    """Translate the sampler of previews."""
     own = SAMPLERS.get(str(setting.value).lower())
     if own is None:
-        t.lose(setting, "previews have no such sampler here", ours="sample.sampler", changes_weights=False)
+        t.lose(setting, "previews have no such sampler in lora-rocm", ours="sample.sampler", changes_weights=False)
     else:
         t.take("sample.sampler", own, setting)
 
 
 def previews(t: Translator, setting: Setting) -> None:
-    """The interval of previews: epochs take precedence."""
+    """Translate the interval of previews. Epochs take precedence."""
     found, epochs = number(setting.value), t.given("sample_every_n_epochs")
     if not found or found < 1:
         t.skip(setting, "it is off")
@@ -476,7 +479,7 @@ def previews(t: Translator, setting: Setting) -> None:
 
 
 def clip_skip(t: Translator, setting: Setting) -> None:
-    """The layer of CLIP; kohya's scripts read it for Stable Diffusion 1.x."""
+    """Translate the layer of CLIP. kohya's scripts read it only for Stable Diffusion 1.x."""
     found = number(setting.value)
     if t.values["model.family"].value == "sd15" and found is not None and found > 1:
         t.lose(setting, "would take the text encoder's states from an earlier layer")
@@ -485,7 +488,7 @@ def clip_skip(t: Translator, setting: Setting) -> None:
 
 
 def token_length(t: Translator, setting: Setting) -> None:
-    """The number of tokens of a caption."""
+    """Translate the maximum number of tokens of a caption."""
     found = number(setting.value)
     if found in (75, 150, 225):
         t.take("model.max_token_length", int(found), setting)
@@ -494,13 +497,16 @@ def token_length(t: Translator, setting: Setting) -> None:
 
 
 def base_weights(t: Translator, setting: Setting) -> None:
-    """LoRA files that are merged into the base before training. One with the strength 1 is a training adapter."""
+    """Translate LoRA files that are merged into the base before training.
+
+    A file with the strength 1 becomes a training adapter.
+    """
     files = t.given("base_weights")
     strength = t.given("base_weights_multiplier")
     names = files.value if files is not None and isinstance(files.value, list) else [files.value] if files else []
     factor = 1.0 if strength is None else number(_first(strength.value))
     if setting is files and len(names) == 1 and factor == 1:
-        note = "kohya merges it into the base; here previews do not have it"
+        note = "kohya merges it into the base; in lora-rocm previews do not have it"
         t.take("model.training_adapter", path_text(names[0]), setting, note=note)
     elif setting is strength and factor == 1:
         t.skip(setting, "it is the usual strength")
@@ -521,7 +527,7 @@ WHOLE = ("multires_noise_iterations", "min_timestep", "max_timestep", "factor")
 
 
 def positive(t: Translator, setting: Setting) -> None:
-    """A number that 0 switches off."""
+    """Translate a number for which 0 means off."""
     key = _last(setting)
     found = 0.0 if setting.value is False else number(setting.value)
     if not found:
@@ -538,7 +544,7 @@ def positive(t: Translator, setting: Setting) -> None:
 
 
 def validation(t: Translator, setting: Setting) -> None:
-    """The interval of the held-out loss."""
+    """Translate the interval of the held-out loss."""
     unit = "epochs" if "epochs" in setting.key.lower() else "steps"
     found = number(setting.value)
     if not found:
@@ -548,7 +554,7 @@ def validation(t: Translator, setting: Setting) -> None:
 
 
 def seed(t: Translator, setting: Setting) -> None:
-    """The seed of the run."""
+    """Translate the seed of the run."""
     found = number(setting.value)
     if found is None or found < 0 or found != int(found):
         t.lose(setting, "it is not a seed; one is drawn", ours="train.seed", changes_weights=False)
@@ -565,7 +571,7 @@ SWITCHES = {
 
 
 def switch(t: Translator, setting: Setting) -> None:
-    """A switch with the same meaning."""
+    """Translate a switch of the same meaning."""
     if is_on(setting.value):
         t.take(SWITCHES[_last(setting)], True, setting)
     else:
@@ -580,7 +586,7 @@ TEXTS = {
 
 
 def text(t: Translator, setting: Setting) -> None:
-    """Names and descriptions. Two keys may give the same one; the first counts."""
+    """Translate names and descriptions. If two keys have the same meaning, the first one is used."""
     ours = TEXTS[_last(setting)]
     if ours in t.values:
         t.skip(setting, f"{t.values[ours].settings[0].key} gives it")

@@ -1,4 +1,4 @@
-"""LLaMA-Factory: configurations in YAML or JSON with their ``dataset_info.json``, and command lines."""
+"""Imports LLaMA-Factory: configurations in YAML or JSON with their ``dataset_info.json``, and command lines."""
 
 from __future__ import annotations
 
@@ -29,20 +29,23 @@ from lora_rocm.importing.value_maps import is_on, number, take_number, whole
 PROGRAM = re.compile(r"(?:^|[\\/\s\"'])(llamafactory-cli|lmf|train_bash\.py|src[\\/]train\.py)(?=$|[\s\"'])")
 TABLES = "dataset_info.json"
 LIST = "datasets:"
-"""Begins the keys of ``dataset_info.json``."""
+"""Prefix of the keys from ``dataset_info.json``."""
 OF_SWITCHES = re.compile(r"(?:kt_config\.|galore_|apollo_|badam_|profiler_|megatron_)")
 PLAIN = ("default", "empty", "alpaca", "vicuna", "zephyr", "chatml", "alpaca_chat", "fewshot", "ziya")
-"""Templates that belong to no family of models."""
+"""Templates that do not belong to a model family."""
 COLUMNS = {
     "alpaca": {"prompt": "instruction", "query": "input", "response": "output", "history": "history"},
     "sharegpt": {"messages": "conversations"},
     "openai": {"messages": "messages"},
 }
-"""Formatting -> its name of a column -> the column, as ``dataset_info.json`` has it by default."""
+"""Maps a formatting and its name of a column to the default column in ``dataset_info.json``."""
 
 
 def _read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
-    """All settings. Of ``dataset_info.json`` only the tables that ``dataset`` names are kept, alone all of them."""
+    """Return all settings.
+
+    Of ``dataset_info.json``, only the tables named by ``dataset`` are returned, or all of them if it is the only file.
+    """
     found, tables = FileContent(), list[ConfigFile]()
     for each in files.given:
         if each.path.name.lower() == TABLES:
@@ -71,7 +74,7 @@ def _read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
 
 
 def _tables(files: ConfigFiles, settings: Sequence[Setting]) -> ConfigFile | None:
-    """``dataset_info.json`` in the folder that ``dataset_dir`` names, or next to the configuration."""
+    """Return ``dataset_info.json`` from the folder that ``dataset_dir`` names, or None if the tables are online."""
     folder = next((each for each in reversed(settings) if each.key == "dataset_dir"), None)
     place = path_text(folder.value) if folder is not None else "data"
     if place.upper() == "ONLINE" or place.startswith("REMOTE:"):
@@ -86,17 +89,17 @@ def _listed(value: Value) -> list[str]:
 
 
 def _prepare(t: Translator) -> None:
-    """The family, the method, and the tables.
+    """Translate the family, the method and the tables.
 
     Raises:
-        UserError: the file is a merge configuration, or for the next version.
+        UserError: the file configures a merge, or is for LLaMA-Factory's next version.
     """
     # the kind of file
     export, dataset = t.given("export_dir"), t.given("dataset")
     if export is not None and dataset is None:
         fix = "lora-rocm export RUN --format merged --output FOLDER writes a merged model."
         raise UserError(
-            "import-export", "This configuration merges a LoRA; it trains none.", where=export.where, fix=fix
+            "import-export", "This configuration merges a LoRA and does not train one.", where=export.where, fix=fix
         )
     new = t.given("train_dataset")
     if new is not None and dataset is None:
@@ -118,7 +121,7 @@ def _prepare(t: Translator) -> None:
 
 
 def _source(t: Translator, name: str, dataset: Setting | None) -> Source:
-    """One table, by its entry in ``dataset_info.json``."""
+    """Return the source for one table, from its entry in ``dataset_info.json``."""
     entry = {
         each.key[len(LIST) + len(name) + 1 :]: each for each in t.settings if each.key.startswith(f"{LIST}{name}.")
     }
@@ -127,7 +130,7 @@ def _source(t: Translator, name: str, dataset: Setting | None) -> Source:
     if place is None:
         if t.given("dataset_dir") is not None and str(t.value("dataset_dir")).upper() == "ONLINE":
             return take_table(name, *named)
-        note = f"{TABLES} does not list it, or is not here: give the file"
+        note = f"{TABLES} does not list it, or was not found: give the file"
         return take_table(name, *named, note=note)
     folder = path_text(t.value("dataset_dir") or "data")
     is_local = place.key.endswith("file_name")
@@ -139,7 +142,7 @@ def _source(t: Translator, name: str, dataset: Setting | None) -> Source:
 
 
 def _about_table(t: Translator, key: str, each: Setting, entry: Mapping[str, Setting]) -> None:
-    """Decide about one key of an entry."""
+    """Set the outcome of one key of an entry."""
     style = str(entry["formatting"].value) if "formatting" in entry else "alpaca"
     if key in ("hf_hub_url", "ms_hub_url", "om_hub_url", "file_name"):
         t.skip(each, "another place of the table is read")
@@ -158,7 +161,7 @@ def _about_table(t: Translator, key: str, each: Setting, entry: Mapping[str, Set
 
 
 def _column(t: Translator, theirs: str, each: Setting, style: str) -> None:
-    """A column with another name is read if lora-rocm knows that name too."""
+    """Translate the name of a column. It is supported only if lora-rocm knows the name, too."""
     name = str(each.value)
     known = {
         "prompt": {"instruction", "prompt", "text"},
@@ -181,7 +184,7 @@ def _column(t: Translator, theirs: str, each: Setting, style: str) -> None:
 
 
 def _method(t: Translator, setting: Setting) -> None:
-    """``stage``, and the loss of pairs."""
+    """Translate ``stage``, and the loss for pairs of answers."""
     plain = str(setting.value).lower()
     if setting.key.lower() == "pref_loss":
         if not is_dpo(t):
@@ -213,7 +216,7 @@ def _kind(t: Translator, setting: Setting) -> None:
 
 
 def _alpha(t: Translator, setting: Setting) -> None:
-    """Twice the rank, unless it is given."""
+    """Translate alpha. The default is twice the rank."""
     given = number(setting.value)
     if given:
         t.take("lora.alpha", whole(given), setting)
@@ -246,14 +249,17 @@ def _bits(t: Translator, setting: Setting) -> None:
 
 
 def _template(t: Translator, setting: Setting) -> None:
-    """The tokenizer's own chat template is used here; that is the same text only for the model's own template."""
+    """Report that the tokenizer's own chat template is used.
+
+    The texts are the same only if ``template`` is the model's own.
+    """
     name, base = str(setting.value).lower(), str(t.value("model_name_or_path") or "").lower()
     family = re.match(r"[a-z]+", name.replace("_", ""))
     letters = re.sub(r"[^a-z]", "", base)
     if name in PLAIN or family is None or family[0].removesuffix("vl") not in letters:
         t.lose(
             setting,
-            "its own text around each message; here it is the tokenizer's chat template",
+            "its own text around each message; in lora-rocm it is the tokenizer's chat template",
             ours="model.tokenizer",
         )
     else:
@@ -268,7 +274,11 @@ def _packing(t: Translator, setting: Setting) -> None:
     elif "data.packing" in t.values:
         t.skip(setting, "packing has switched it on")
     else:
-        note = "" if setting.key.lower() == "neat_packing" else "texts of a row see each other there, and never here"
+        note = (
+            ""
+            if setting.key.lower() == "neat_packing"
+            else "in LLaMA-Factory the texts of a row see each other; in lora-rocm never"
+        )
         t.take("data.packing", True, setting, note=note)
 
 
@@ -298,7 +308,7 @@ def _tables_are_read(t: Translator, setting: Setting) -> None:
 
 
 def _length(t: Translator, setting: Setting) -> None:
-    note = "question and answer of a turn are both shortened there; here the end of the text is cut"
+    note = "LLaMA-Factory shortens question and answer of a turn; lora-rocm cuts the end of the text"
     take_number("data.max_length", note if t.value("stage") in (None, "sft") else "")(t, setting)
 
 

@@ -1,4 +1,7 @@
-"""musubi-tuner: command lines of its scripts, options in TOML, and dataset files. Only Z-Image and FLUX.1 Kontext."""
+"""Imports musubi-tuner: its scripts' command lines, options in TOML, and dataset files.
+
+Only Z-Image and FLUX.1 Kontext are supported.
+"""
 
 from __future__ import annotations
 
@@ -38,19 +41,19 @@ OTHERS = {
     "lora_krea2": "Krea 2", "lora_ideogram4": "Ideogram 4", "lora_hidream_o1": "HiDream-O1",
     "lora_hv_1_5": "HunyuanVideo 1.5",
 }  # fmt: skip
-"""Script or network module of a base that lora-rocm does not train -> its name."""
+"""Maps the script or network module of a base that lora-rocm does not train to the base's name."""
 BY_NAME = ((re.compile(r"z[-_]?image", re.I), "z-image"), (re.compile(r"kontext", re.I), "flux"))
 ENCODERS = {
     "z-image": {"text_encoder": "text_encoder"},
     "flux": {"text_encoder1": "text_encoder_2", "text_encoder2": "text_encoder"},
 }
-"""Family -> its key of a text encoder -> ours."""
+"""Maps a family and musubi-tuner's key of a text encoder to our key."""
 SIDE = 723
-"""The side of a square with the area of the usual resolution, 960 x 544."""
+"""Side of the square with the area of the default resolution, 960 x 544."""
 
 
 def _read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
-    """All options without their sections, then the dataset file."""
+    """Return all options without their sections, followed by the settings of the dataset file."""
     found = FileContent()
     for each in files.given:
         found.extend(_settings_of(each))
@@ -82,7 +85,7 @@ def _settings_of(file: ConfigFile) -> FileContent:
 
 
 def _flat(setting: Setting) -> Setting:
-    """An option without its section, which the scripts ignore; data sets keep theirs."""
+    """Return an option without its section, which the scripts ignore. Datasets keep their sections."""
     if setting.key.startswith(("datasets[", "general.")):
         return setting
     return Setting(setting.key.rpartition(".")[2], setting.value, setting.file, setting.line)
@@ -92,7 +95,7 @@ def _flat(setting: Setting) -> Setting:
 
 
 def _prepare(t: Translator) -> None:
-    """The family with its files, the layers, the noise, then the data sets."""
+    """Translate the family and its files, the adapted layers, the noise, and the datasets."""
     family = _family(t)
     if family == "flux":
         t.take("model.variant", "kontext", note="the only FLUX.1 that musubi-tuner trains")
@@ -112,7 +115,7 @@ def _prepare(t: Translator) -> None:
 
 
 def _family(t: Translator) -> str:
-    """The family by the script, the network module, or the name of a file.
+    """Return the family, determined by the script, the network module or the name of a file.
 
     Raises:
         UserError: lora-rocm does not train this base.
@@ -126,7 +129,7 @@ def _family(t: Translator) -> str:
     if by_module in OTHERS:
         t.refuse_base(OTHERS[by_module], module)
     if script is not None and "_network" not in str(script.value):
-        t.lose(script, "trains the whole model; here an adapter is trained", ours="lora.type")
+        t.lose(script, "trains the whole model; in lora-rocm an adapter is trained", ours="lora.type")
     if script is not None and by_script in FAMILY_OF_SCRIPT:
         t.take("model.family", FAMILY_OF_SCRIPT[by_script], script)
     elif module is not None and by_module in FAMILY_OF_MODULE:
@@ -140,7 +143,7 @@ def _family(t: Translator) -> str:
 
 
 def _noise(t: Translator) -> None:
-    """The distribution of the noise level (``timestep_sampling``)."""
+    """Translate the distribution of the noise levels (``timestep_sampling``)."""
     setting = t.given("timestep_sampling") or Setting("timestep_sampling", "sigma")
     plain = str(setting.value).lower()
     mean, std = number(t.value("logit_mean")) or 0.0, number(t.value("logit_std"))
@@ -170,7 +173,10 @@ def _noise(t: Translator) -> None:
 
 
 def _by_weighting(t: Translator, setting: Setting, mean: float, std: float) -> None:
-    """``sigma``: the distribution depends on ``weighting_scheme``, and is shifted by ``discrete_flow_shift``."""
+    """Translate ``sigma``.
+
+    The distribution depends on ``weighting_scheme`` and is shifted by ``discrete_flow_shift``.
+    """
     weighting, shift = t.given("weighting_scheme"), t.given("discrete_flow_shift")
     plain = str(weighting.value).lower() if weighting is not None else "none"
     value = whole(number(t.value("discrete_flow_shift")) or 1.0)
@@ -201,7 +207,7 @@ def _take_noise(t: Translator, setting: Setting, sampling: str, shift: Value, *f
 
 
 def _data(t: Translator) -> None:
-    """The data sets, each with the keys that it inherits from ``general``."""
+    """Translate the datasets, each with the keys that it inherits from ``general``."""
     found = {setting.key.partition("]")[0] + "]": None for setting in t.below("datasets")}
     sources = {own: source for own in found if (source := _source(t, own)) is not None}
     take_sources(t, [*sources.values()])
@@ -227,13 +233,13 @@ def _data(t: Translator) -> None:
 
 
 def _inherited(t: Translator, datasets: Sequence[str], key: str) -> Setting | None:
-    """The first data set's value, else the general one."""
+    """Return the first dataset's setting, or else the general one."""
     places = [*(f"{own}.{key}" for own in datasets), f"general.{key}"]
     return next((found for place in places if (found := t.given_exactly(place)) is not None), None)
 
 
 def _source(t: Translator, own: str) -> Source | None:
-    """One data set: a folder of images."""
+    """Return the source for one dataset, which is a folder of images."""
     folder = t.given_exactly(f"{own}.image_directory")
     if folder is None or not folder.value:
         return None
@@ -261,7 +267,7 @@ def _source(t: Translator, own: str) -> Source | None:
 
 
 def _batches(t: Translator, datasets: Sequence[str]) -> None:
-    """The batch size: the largest, with a limit for data sets of smaller ones."""
+    """Translate the batch sizes: the largest becomes the batch size, smaller ones become limits of their sources."""
     given = {own: _inherited(t, [own], "batch_size") for own in datasets}
     sizes = {own: int(number(setting.value) or 1) if setting is not None else 1 for own, setting in given.items()}
     largest = max(sizes.values(), default=1)
@@ -302,7 +308,7 @@ def _warmup(t: Translator, setting: Setting) -> None:
 
 
 def _network_arguments(t: Translator, setting: Setting) -> None:
-    """``name=value`` words."""
+    """Translate ``network_args``, a list of ``name=value``."""
     words = setting.value if isinstance(setting.value, list) else str(setting.value).split()
     for word in map(str, words):
         name, _, value = word.partition("=")
@@ -313,7 +319,7 @@ def _network_arguments(t: Translator, setting: Setting) -> None:
 
 
 def _optimizer(t: Translator, setting: Setting) -> None:
-    """Adafactor has its relative step unless an argument switches it off."""
+    """Translate the optimizer. Adafactor uses its relative step unless an argument disables it."""
     take_optimizer(t, setting)
     if str(setting.value).lower() == "adafactor" and "relative_step" not in str(t.value("optimizer_args")):
         t.take("optim.relative_step", True, note="musubi-tuner: the default of Adafactor")
@@ -334,17 +340,17 @@ def _schedule(t: Translator, setting: Setting) -> None:
 
 
 def _training_adapter(t: Translator, setting: Setting) -> None:
-    """``base_weights``: adapters that are merged into the base before training."""
+    """Translate ``base_weights``: adapters that are merged into the base before training."""
     files = setting.value if isinstance(setting.value, list) else [setting.value]
     if len(files) == 1:
-        note = "musubi-tuner merges it into the base; here it is active during training only"
+        note = "musubi-tuner merges it into the base; in lora-rocm it is active during training only"
         t.take("model.training_adapter", path_text(files[0]), setting, note=note)
     else:
         t.lose(setting, "merges several adapters into the base", ours="model.training_adapter")
 
 
 def _takes_rank_of_file(t: Translator) -> bool:
-    """Whether the rank is in a file that is here (``dim_from_weights``)."""
+    """Whether the rank comes from a file on this machine (``dim_from_weights``)."""
     switch, file = t.given("dim_from_weights"), t.given("network_weights")
     if switch is None or not is_on(switch.value) or file is None or not file.value:
         return False
@@ -355,7 +361,7 @@ def _takes_rank_of_file(t: Translator) -> bool:
 
 
 def _of_rank(ours: str) -> Function:
-    """A function for the rank or alpha, unless a file has them."""
+    """Return a function that translates the rank or alpha, unless they come from a file."""
 
     def take(t: Translator, setting: Setting) -> None:
         if _takes_rank_of_file(t):
@@ -372,7 +378,7 @@ def _rank_of_file(t: Translator, setting: Setting) -> None:
     elif _takes_rank_of_file(t):
         t.take("lora.rank", "auto", setting)
     else:
-        t.lose(setting, "takes rank and alpha from a file that is not here; set lora.rank: auto", ours="lora.rank")
+        t.lose(setting, "takes rank and alpha from a file that was not found; set lora.rank: auto", ours="lora.rank")
 
 
 def _trackers(t: Translator, setting: Setting) -> None:
@@ -390,7 +396,7 @@ def _project(t: Translator, setting: Setting) -> None:
 
 
 def _finish(t: Translator) -> None:
-    """Keys of data sets without a row."""
+    """Set the outcome of dataset keys without a row in the table."""
     for setting in t.below("datasets"):
         if not t.is_settled(setting):
             t.lose(setting, f"lora-rocm has no key like {plain_key(setting.key)}")

@@ -1,6 +1,6 @@
-"""OneTrainer: presets and saved settings in JSON, with their concepts and samples inside or in separate files.
+"""Imports OneTrainer: presets and saved settings in JSON. Their concepts and samples may be in separate files.
 
-Keys of concepts and samples are in ``onetrainer_data.py``, the optimizer's in ``onetrainer_optimizer.py``.
+``onetrainer_data.py`` translates concepts and samples, and ``onetrainer_optimizer.py`` the optimizer.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PARTS = {
     "flux": ("transformer", "text_encoder", "text_encoder_2", "vae"),
     "z-image": ("transformer", "text_encoder", "vae"), "anima": ("transformer", "text_encoder", "vae"),
 }  # fmt: skip
-"""Family -> the components that OneTrainer has sections for."""
+"""Maps a family to the components for which OneTrainer has sections."""
 OLD_NAMES = {
     "lora_layers": "layer_filter", "lora_layer_preset": "layer_filter_preset",
     "lora_layers_regex": "layer_filter_regex", "save_after": "save_every", "save_after_unit": "save_every_unit",
@@ -64,14 +64,14 @@ OLD_NAMES = {
     "train_text_encoder_epochs": "text_encoder.stop_training_after",
     "train_text_encoder_2_epochs": "text_encoder_2.stop_training_after",
 }  # fmt: skip
-"""Key of older versions -> the present key; stop_training_after is in epochs, its default unit."""
+"""Maps a key of older versions to the current key. stop_training_after is in epochs, its default unit."""
 KEPT_FROM = {
     "secrets": "secrets stay out of recipes",
     "cloud": "about a rented machine",
     "optimizer_defaults": "kept for other optimizers",
     "embedding": "only for training of embeddings alone",
 }
-"""Sections that a LoRA's training does not read."""
+"""Sections that are not read when a LoRA is trained, with the reasons."""
 Z_ATTENTION, Z_MLP = r"^(?=.*attention)(?!.*refiner).*", r"^(?=.*feed_forward)(?!.*refiner).*"
 UNET_FILTERS: Mapping[str, tuple[str, ...]] = {"attn-mlp": ("attentions",), "attn-only": ("attn",)}
 FILTERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -82,7 +82,7 @@ FILTERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "attn-mlp": ("attn1", "attn2", "ff"), "attn-only": ("attn1", "attn2"), "blocks": ("transformer_block",)
     },
 }  # fmt: skip
-"""Family -> layer_filter_preset -> its layer_filter; "full" is everywhere."""
+"""Maps a family and a layer_filter_preset to its layer_filter. Every family also has "full"."""
 SAME_MODULES = {
     "sd15": {"attn-mlp": "attention-mlp", "attn-only": "attention"},
     "sd2": {"attn-mlp": "attention-mlp", "attn-only": "attention"},
@@ -91,7 +91,7 @@ SAME_MODULES = {
     "z-image": {"attn-mlp": "attention-mlp", "attn-only": "attention"},
     "anima": {"attn-mlp": "attention-mlp", "attn-only": "attention", "blocks": "all-linear"},
 }
-"""Family -> layer_filter_preset -> our preset, where both select the same modules."""
+"""Maps a family and a layer_filter_preset to our preset, if both select the same modules."""
 QUANTIZED = {
     "FLOAT_8": "fp8", "FLOAT_W8A8": "fp8", "FLOAT_W8A8_COMPRESSED": "fp8", "INT_8": "int8", "INT_W8A8": "int8",
     "INT_W8A8_COMPRESSED": "int8", "NFLOAT_4": "nf4",
@@ -101,10 +101,10 @@ T5_TOKENS = 512
 
 
 def _read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
-    """All settings, with the keys of concepts and samples below ``concepts`` and ``samples``.
+    """Return all settings. The keys of concepts and samples get the prefixes ``concepts`` and ``samples``.
 
     Raises:
-        UserError: the files have only concepts or samples.
+        UserError: the files contain only concepts or samples.
     """
     found = FileContent()
     for each in files.given:
@@ -125,7 +125,7 @@ def _read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
 
 
 def _migrated(settings: Sequence[Setting]) -> list[Setting]:
-    """The settings by their present names. Files before version 9 have ``prior`` in place of ``transformer``."""
+    """Return the settings with current names. Before version 9, ``transformer`` was called ``prior``."""
     at = {each.key: each.value for each in settings}
     version, model = number(at.get("__version")), str(at.get("model_type"))
     is_prior = version is not None and version < 9 and PARTS.get(FAMILIES.get(model, ""), ("",))[0] == "transformer"
@@ -144,7 +144,7 @@ def _migrated(settings: Sequence[Setting]) -> list[Setting]:
 
 
 def _prepare(t: Translator) -> None:
-    """Convert keys that depend on each other. Later parts read the values of earlier ones."""
+    """Translate keys that depend on each other. Later parts read values written by earlier ones."""
     _base(t)
     _sections(t)
     _adapter(t)
@@ -158,7 +158,7 @@ def _prepare(t: Translator) -> None:
 
 
 def _base(t: Translator) -> None:
-    """The version of the file, the kind of training, and the family."""
+    """Translate the file's version, the kind of training and the family."""
     version = t.given("__version")
     if version is not None:
         if (number(version.value) or 0) > FORMAT_VERSION:
@@ -179,7 +179,7 @@ def _base(t: Translator) -> None:
 
 
 def _sections(t: Translator) -> None:
-    """Skip sections of components that the model does not have, and sections that a LoRA does not read."""
+    """Skip sections of components that the model lacks, and sections that are not read when a LoRA is trained."""
     own = PARTS[family_of(t)]
     absent = {part: "this model has no such component" for part in ALL_PARTS if part not in own}
     for section, why in {**KEPT_FROM, **absent}.items():
@@ -198,7 +198,7 @@ def _sections(t: Translator) -> None:
 
 
 def _adapter(t: Translator) -> None:
-    """The kind of adapter with its own sizes."""
+    """Translate the kind of adapter and its sizes."""
     kind = t.setting("peft_type")
     name = str(kind.value).upper() if kind is not None else "LORA"
     rank, alpha = t.setting("lora_rank"), t.setting("lora_alpha")
@@ -248,7 +248,7 @@ def _dora(t: Translator) -> None:
     if by_output is not None and is_on(by_output.value):
         t.take("lora.use_dora", True, setting, by_output)
     else:
-        t.take("lora.use_dora", True, setting, note="OneTrainer: one magnitude per input; here one per output")
+        t.take("lora.use_dora", True, setting, note="OneTrainer: one magnitude per input; in lora-rocm one per output")
 
 
 def _lose_if_on(t: Translator, key: str, would: str) -> None:
@@ -258,7 +258,7 @@ def _lose_if_on(t: Translator, key: str, would: str) -> None:
 
 
 def _targets(t: Translator) -> None:
-    """The adapted modules: OneTrainer reads ``layer_filter``, which its window fills from the preset."""
+    """Translate the adapted modules from ``layer_filter``. OneTrainer's window fills this key from the preset."""
     family = family_of(t)
     preset, text = t.setting("layer_filter_preset"), t.given("layer_filter")
     is_regex = t.given("layer_filter_regex")
@@ -284,7 +284,7 @@ def _targets(t: Translator) -> None:
 
 
 def _text_encoders(t: Translator) -> None:
-    """Which text encoders are trained, at which rate and how long; they are by default."""
+    """Translate which text encoders are trained, at which rate and for how long. By default they are trained."""
     family = family_of(t)
     parts = [part for part in PARTS[family] if part.startswith("text_encoder")]
     switches = [setting for part in parts if (setting := t.setting(f"{part}.train")) is not None]
@@ -310,7 +310,7 @@ def _text_encoders(t: Translator) -> None:
 
 
 def _text_encoder_rates(t: Translator, parts: Sequence[str], trained: bool) -> None:
-    """Rate and length of the text encoders' training. ``trained``: whether the recipe trains them."""
+    """Translate rate and duration of the text encoders' training. ``trained``: whether the recipe trains them."""
     base = t.setting("learning_rate")
     rates = [t.given(f"{part}.learning_rate") for part in parts]
     own = [each for each in rates if each is not None and number(each.value) is not None]
@@ -321,7 +321,7 @@ def _text_encoder_rates(t: Translator, parts: Sequence[str], trained: bool) -> N
             t.skip(each, "no text encoder is trained")
     if trained and len(values) > 1:
         for each in own:
-            t.lose(each, "one rate is for all text encoders here", ours="optim.text_encoder_learning_rate")
+            t.lose(each, "one rate is for all text encoders in lora-rocm", ours="optim.text_encoder_learning_rate")
     elif trained and (own or number(t.value("unet.learning_rate")) is not None):
         rate = scaled(t, values.pop())
         t.take("optim.text_encoder_learning_rate", rate, *(own or filter(None, [base])))
@@ -339,7 +339,10 @@ def _text_encoder_rates(t: Translator, parts: Sequence[str], trained: bool) -> N
 
 
 def scaled(t: Translator, rate: float | None) -> float | None:
-    """A learning rate as OneTrainer uses it: times the root of the batch, of the accumulation, or of both."""
+    """Return the learning rate that OneTrainer uses.
+
+    It multiplies the rate by the square root of batch size, accumulation, or their product.
+    """
     name = str(t.value("learning_rate_scaler"))
     batch, steps = number(t.value("batch_size")) or 1, number(t.value("gradient_accumulation_steps")) or 1
     times = (batch if name.endswith(("BATCH", "BOTH")) else 1) * (
@@ -386,20 +389,20 @@ def _guidance(t: Translator, setting: Setting) -> None:
 
 
 def _sequence_length(t: Translator, setting: Setting) -> None:
-    """Only the T5 of FLUX.1 has it."""
+    """Translate the sequence length, which only FLUX.1's T5 has."""
     if family_of(t) != "flux" or not setting.key.startswith("text_encoder_2"):
         t.skip(setting, "OneTrainer does not read it for this model")
     elif (number(setting.value) or T5_TOKENS) >= T5_TOKENS:
         t.skip(setting, f"captions of up to {T5_TOKENS} tokens are read")
     else:
-        t.lose(setting, f"cuts captions at this number of tokens; here at {T5_TOKENS}")
+        t.lose(setting, f"cuts captions at this number of tokens; in lora-rocm at {T5_TOKENS}")
 
 
 # functions of the table: the adapter and rates
 
 
 def _learning_rate(t: Translator, setting: Setting) -> None:
-    """``learning_rate`` counts where the component has no rate."""
+    """Translate ``learning_rate``, which applies to components without a separate rate."""
     first = next((each for key in ("unet.learning_rate", "transformer.learning_rate")
                   if (each := t.given(key)) is not None and number(each.value) is not None), None)  # fmt: skip
     if first is not None and first is not setting:
@@ -459,12 +462,15 @@ def _embedding_norm(t: Translator, setting: Setting) -> None:
 
 
 def _epochs(t: Translator, setting: Setting) -> None:
-    """An epoch has each image at one of the resolutions; here it has each at all of them."""
+    """Translate the number of epochs.
+
+    A OneTrainer epoch has each image at one of its resolutions; a recipe's epoch has it at all of them.
+    """
     count, several = number(setting.value), len(resolutions(t.value("resolution")))
     if count is None:
         t.lose(setting, "it is not a number", ours="train.epochs")
     elif several > 1:
-        note = f"divided by {several}: an epoch here has each image at each resolution"
+        note = f"divided by {several}: an epoch in lora-rocm has each image at each resolution"
         t.take("train.epochs", max(round(count / several), 1), setting, note=note)
     else:
         t.take("train.epochs", whole(count), setting)
@@ -486,7 +492,7 @@ def _resolution(t: Translator, setting: Setting) -> None:
     if not found:
         t.lose(setting, "it is not a size", ours="data.resolution")
     elif len(found) > 1:
-        note = "OneTrainer draws one of these per image and epoch; here each image is seen at each"
+        note = "OneTrainer draws one of these per image and epoch; in lora-rocm each image is seen at each"
         t.take("data.resolution", list[Value](found), setting, note=note)
     else:
         note = "the side of a square of the same area" if "x" in str(setting.value) else ""
@@ -523,7 +529,7 @@ def _output_formats(t: Translator, setting: Setting) -> None:
 
 
 def _destination(t: Translator, setting: Setting) -> None:
-    """The file of the LoRA. Its folder becomes the folder of the run directories."""
+    """Translate the path of the LoRA file. Its folder becomes the folder for run directories."""
     folder, _, name = path_text(setting.value).rpartition("/")
     stem = re.sub(r"\.(safetensors|ckpt|pt)$", "", name)
     if folder:
@@ -536,7 +542,7 @@ def _kept(t: Translator, setting: Setting) -> None:
     if is_on(t.value("rolling_backup")):
         take_number("output.keep_last")(t, setting)
     else:
-        t.skip(setting, "OneTrainer keeps all backups; here output.keep_last checkpoints are kept")
+        t.skip(setting, "OneTrainer keeps all backups; in lora-rocm output.keep_last checkpoints are kept")
 
 
 FUNCTIONS: dict[str, Function] = {

@@ -1,4 +1,4 @@
-"""OneTrainer's concepts, samples, new tokens and intervals."""
+"""Translates OneTrainer's concepts, samples, new tokens and intervals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONCEPT_DEFAULTS: Mapping[str, Value] = {
     "text.prompt_source": "sample", "text.tag_delimiter": ",", "text.tag_dropout_mode": "FULL",
     "image_variations": 1, "text_variations": 1, "balancing": 1.0,
 }  # fmt: skip
-"""Key of a concept -> what OneTrainer does if it is absent."""
+"""Maps a concept's key to OneTrainer's default."""
 CHANGED_IMAGES: Mapping[str, str] = {
     "image.enable_fixed_flip": "mirrors every image", "image.enable_random_rotate": "turns images",
     "image.enable_fixed_rotate": "turns images", "image.enable_random_brightness": "changes the brightness",
@@ -29,13 +29,13 @@ CHANGED_IMAGES: Mapping[str, str] = {
     "image.enable_random_mask_rotate_crop": "turns and crops masked images",
     "text.caps_randomize_enable": "changes the capital letters of captions",
 }  # fmt: skip
-"""Switch of a concept -> what it would do."""
+"""Maps a concept's switch to its effect."""
 WITHOUT_EFFECT = re.compile(r"(^|\.)(name|seed|__version)$|concept_stats|(_max_angle|_max_strength)$|caps_randomize_")
 SAMPLE_SIZES = {"sd15": 512, "sd2": 768}
 SAMPLE_DEFAULTS: Mapping[str, tuple[int, float]] = {
     "sd15": (30, 7.5), "sd2": (30, 7.5), "sdxl": (30, 7.5), "flux": (30, 3.5), "z-image": (28, 4.0), "anima": (25, 4.0),
 }  # fmt: skip
-"""Family -> (steps, guidance) of a sample that lacks them."""
+"""Maps a family to the default (steps, guidance) of a sample."""
 ANIMA_NEGATIVE = "worst quality, low quality, score_1, score_2, score_3, artist name"
 SAMPLERS = {
     "DDIM": "ddim", "EULER": "euler", "EULER_A": "euler_a", "DPMPP": "dpmpp_2m", "DPMPP_KARRAS": "dpmpp_2m_karras",
@@ -45,16 +45,19 @@ SAMPLE_KEYS = {
     "negative_prompt": "negative_prompt", "width": "width", "height": "height", "seed": "seed",
     "diffusion_steps": "steps", "cfg_scale": "guidance_scale", "noise_scheduler": "sampler",
 }  # fmt: skip
-"""Key of a sample -> our key."""
+"""Maps a sample's key to our key."""
 
 
 def family_of(t: Translator) -> str:
-    """The family, once it is known."""
+    """Return the family. Call it only after the family has been translated."""
     return str(t.values["model.family"].value)
 
 
 def labelled(content: FileContent, section: str = "") -> FileContent:
-    """The settings of a file. Keys of a list of concepts or samples get ``concepts`` or ``samples`` in front."""
+    """Return the settings of a file.
+
+    Keys of a list of concepts or samples get the prefix ``concepts`` or ``samples``.
+    """
     if not section and any(setting.key.startswith("[") for setting in content.settings):
         names = {setting.key.rpartition(".")[2] for setting in content.settings}
         section = "concepts" if names & {"prompt_source", "include_subdirectories", "path"} else "samples"
@@ -66,7 +69,10 @@ def labelled(content: FileContent, section: str = "") -> FileContent:
 
 
 def resolutions(value: Value) -> list[int]:
-    """The sides of "512", "512,768" or "512x768" (the root of the area); empty if it is not a size."""
+    """Return the sides in "512", "512,768" or "512x768" (for which it is the square root of the area).
+
+    The list is empty if the value is not a size.
+    """
     found = []
     for word in str(value).split(","):
         sides = [number(side) for side in word.lower().split("x")]
@@ -80,7 +86,7 @@ def resolutions(value: Value) -> list[int]:
 
 
 class _Concept:
-    """One concept: its settings by their key below it. An absent one has its default."""
+    """One concept: its settings, by key within the concept. Missing settings have OneTrainer's defaults."""
 
     def __init__(self, t: Translator, index: int) -> None:
         self.t = t
@@ -91,7 +97,7 @@ class _Concept:
         return self.t.given_exactly(f"{self.head}.{leaf}")
 
     def setting(self, leaf: str) -> Setting:
-        """The setting, or OneTrainer's default for it."""
+        """Return the setting, or OneTrainer's default for it."""
         return self.given(leaf) or Setting(f"concepts.{leaf}", CONCEPT_DEFAULTS.get(leaf, False))
 
     def is_on(self, leaf: str) -> bool:
@@ -103,7 +109,7 @@ class _Concept:
 
 
 def take_concepts(t: Translator) -> None:
-    """Every concept that is on becomes a source."""
+    """Translate each enabled concept to a source."""
     numbers = {int(found[1]) for each in t.settings if (found := re.match(r"concepts\[(\d+)\]\.", each.key))}
     sources = [source for index in sorted(numbers) if (source := _source(_Concept(t, index)))]
     take_sources(t, sources)
@@ -113,7 +119,7 @@ def take_concepts(t: Translator) -> None:
 
 
 def _source(concept: _Concept) -> Source | None:
-    """The source of a concept; None if it is not trained on."""
+    """Return the source for a concept, or None if it is not trained on."""
     path = concept.given("path")
     if path is None or not path.value or not _is_trained_on(concept):
         for each in concept.settings:
@@ -133,7 +139,7 @@ def _source(concept: _Concept) -> Source | None:
 
 
 def _is_trained_on(concept: _Concept) -> bool:
-    """Whether a concept is on and of the usual type; other types are lost."""
+    """Whether a concept is enabled and of the standard type. Concepts of other types are reported as lost."""
     enabled, kind = concept.given("enabled"), concept.given("type") or concept.given("validation_concept")
     if enabled is not None and not is_on(enabled.value):
         return False
@@ -146,7 +152,7 @@ def _is_trained_on(concept: _Concept) -> bool:
 
 
 def _settle_rest(concept: _Concept, taken: set[int]) -> None:
-    """Outcomes of the settings that are in no source. ``taken``: identities of those that are."""
+    """Set the outcome of settings that are in no source. ``taken``: ids of the settings that are in one."""
     t = concept.t
     for leaf, would in CHANGED_IMAGES.items():
         if (setting := concept.given(leaf)) is not None and is_on(setting.value):
@@ -156,7 +162,7 @@ def _settle_rest(concept: _Concept, taken: set[int]) -> None:
         if id(each) in taken or t.is_settled(each):
             continue
         if WITHOUT_EFFECT.search(leaf) or each.value in (None, "", False) or leaf in KNOWN_LEAVES:
-            t.skip(each, "it is off, or has no effect here")
+            t.skip(each, "it is off, or has no effect in lora-rocm")
         else:
             t.lose(each, "the importer does not know this key of a concept")
 
@@ -170,7 +176,7 @@ KNOWN_LEAVES = {
 
 
 def _repeats(concept: _Concept) -> dict[str, RecipeValue]:
-    """Number of times that each image is seen, and its weight in the loss."""
+    """Translate the number of repeats per image, and the weight in the loss."""
     t, found = concept.t, {}
     setting = concept.given("balancing") or concept.given("repeats") or concept.setting("balancing")
     count = number(setting.value)
@@ -182,7 +188,7 @@ def _repeats(concept: _Concept) -> dict[str, RecipeValue]:
     elif count < 1:
         t.lose(setting, "takes this share of the images per epoch", ours="data.repeats")
     else:
-        note = "" if count == int(count) else "a whole number here"
+        note = "" if count == int(count) else "lora-rocm needs a whole number"
         found["repeats"] = RecipeValue(round(count), (setting,), note)
     weight = concept.given("loss_weight")
     if weight is not None and (value := number(weight.value)) not in (None, 1):
@@ -191,7 +197,7 @@ def _repeats(concept: _Concept) -> dict[str, RecipeValue]:
 
 
 def _images(concept: _Concept) -> dict[str, RecipeValue]:
-    """Crops, mirrored images, another resolution."""
+    """Translate crops, mirrored images, and a separate resolution."""
     found = {}
     jitter, variations = concept.setting("image.enable_crop_jitter"), concept.given("image_variations")
     if is_on(jitter.value):
@@ -209,7 +215,7 @@ def _images(concept: _Concept) -> dict[str, RecipeValue]:
 
 
 def _captions(concept: _Concept) -> dict[str, RecipeValue]:
-    """The source of captions."""
+    """Translate the source of captions."""
     t, origin, file = concept.t, concept.setting("text.prompt_source"), concept.given("text.prompt_path")
     if str(origin.value) == "concept":
         t.lose(origin, "takes captions of all images from one file", ours="data.caption_fallback")
@@ -217,13 +223,13 @@ def _captions(concept: _Concept) -> dict[str, RecipeValue]:
             t.lose(file, "the file with the captions of all images")
         return {"caption_fallback": RecipeValue("empty", (), "OneTrainer's file of captions is not taken over")}
     if str(origin.value) == "filename":
-        note = "a caption file next to an image has precedence here"
+        note = "a caption file next to an image has precedence in lora-rocm"
         return {"caption_fallback": RecipeValue("filename", (origin,), note)}
     return {"caption_fallback": RecipeValue("empty", (origin,), "of an image without a caption file")}
 
 
 def _tags(concept: _Concept) -> dict[str, RecipeValue]:
-    """Shuffled and dropped tags."""
+    """Translate shuffled and dropped tags."""
     t, found = concept.t, {}
     shuffle, rate = concept.setting("text.enable_tag_shuffling"), concept.setting("text.tag_dropout_probability")
     drops = concept.is_on("text.tag_dropout_enable") and bool(number(rate.value))
@@ -231,7 +237,7 @@ def _tags(concept: _Concept) -> dict[str, RecipeValue]:
         return {}
     delimiter, kept = concept.setting("text.tag_delimiter"), concept.setting("text.keep_tags_count")
     if str(delimiter.value).strip() != ",":
-        t.lose(delimiter, "separates tags by another sign than a comma")
+        t.lose(delimiter, "separates tags by a different sign than a comma")
     if number(kept.value):
         found["keep_tokens"] = RecipeValue(whole(number(kept.value) or 0), (kept,))
     if is_on(shuffle.value):
@@ -243,7 +249,10 @@ def _tags(concept: _Concept) -> dict[str, RecipeValue]:
 
 
 def _caption_variants(concept: _Concept) -> None:
-    """Orders of each caption: cached ones are as many as ``text_variations``, others are new in each step."""
+    """Translate the number of tag orders per caption.
+
+    If captions are cached, it is ``text_variations``. Otherwise OneTrainer draws a new order in each step.
+    """
     t, setting = concept.t, concept.given("text_variations")
     is_cached = "lora.train_text_encoder" not in t.values
     count = max(int(concept.number("text_variations")), 1) if is_cached else 16
@@ -271,7 +280,7 @@ def _dropped_tags(concept: _Concept, rate: Setting) -> dict[str, RecipeValue]:
 
 
 def take_embeddings(t: Translator) -> None:
-    """``additional_embeddings``: new tokens that are trained together with the LoRA."""
+    """Translate ``additional_embeddings``: new tokens that are trained together with the LoRA."""
     empty = t.given("additional_embeddings")
     if empty is not None:
         t.skip(empty, "there are no new tokens")
@@ -287,7 +296,7 @@ def take_embeddings(t: Translator) -> None:
 
 
 def _new_token(t: Translator, at: Mapping[str, Setting], head: str) -> None:
-    """One entry of ``lora.new_tokens``."""
+    """Translate one entry to ``lora.new_tokens``."""
     t.take(f"{head}.token", str(at["placeholder"].value), at["placeholder"])
     if "train" in at and not is_on(at["train"].value):
         t.lose(at["train"], "uses this token without training it")
@@ -303,11 +312,11 @@ def _new_token(t: Translator, at: Mapping[str, Setting], head: str) -> None:
         else:
             t.lose(after, f"stops the training of this token ({unit.shown})")
     for each in at.values():
-        t.skip(each, "it is off, or has no effect here")
+        t.skip(each, "it is off, or has no effect in lora-rocm")
 
 
 def _items(t: Translator, section: str) -> list[Mapping[str, Setting]]:
-    """The entries of a list: their settings by the key below them, in lower case."""
+    """Return the entries of a list. Each maps the last part of a key, in lower case, to its setting."""
     found: dict[str, dict[str, Setting]] = {}
     for each in t.settings:
         if (match := re.match(rf"({section}\[\d+\])\.(.+)", each.key)) is not None:
@@ -323,7 +332,7 @@ def _has(at: Mapping[str, Setting], leaf: str) -> bool:
 
 
 def take_samples(t: Translator) -> None:
-    """Previews: options that all samples share go to ``sample``, others to the prompts."""
+    """Translate the previews. Options that all samples share go to ``sample``, all others to the prompts."""
     drawn = []
     for at in _items(t, "samples"):
         if ("enabled" in at and not is_on(at["enabled"].value)) or not _has(at, "prompt"):
@@ -347,7 +356,7 @@ def take_samples(t: Translator) -> None:
 
 
 def _take_shared(t: Translator, options: Sequence[Mapping[str, RecipeValue]]) -> tuple[str, ...]:
-    """Write the options that all samples have with the same value; returns their keys."""
+    """Write the options that have the same value in all samples. Return their keys."""
     first = options[0] if options else {}
     shared = tuple(key for key in first if all(key in each and each[key].value == first[key].value for each in options))
     for key in shared:
@@ -358,7 +367,7 @@ def _take_shared(t: Translator, options: Sequence[Mapping[str, RecipeValue]]) ->
 
 
 def _options(t: Translator, at: Mapping[str, Setting]) -> dict[str, RecipeValue]:
-    """The options of one sample, with OneTrainer's defaults for the model."""
+    """Return the options of one sample, with OneTrainer's defaults for the model."""
     family = family_of(t)
     side, (steps, guidance) = SAMPLE_SIZES.get(family, 1024), SAMPLE_DEFAULTS[family]
     usual: dict[str, Value] = {
@@ -380,7 +389,7 @@ def _options(t: Translator, at: Mapping[str, Setting]) -> dict[str, RecipeValue]
                 t.lose(setting, "lora-rocm has no such sampler", ours="sample.sampler", changes_weights=False)
                 continue
         elif ours == "guidance_scale" and (number(value) or 0) < 1:
-            value, note = 1.0, "1 is the lowest guidance here"
+            value, note = 1.0, "1 is the lowest guidance in lora-rocm"
         found[ours] = RecipeValue(value, (setting,), note)
     if "sample_inpainting" in at and is_on(at["sample_inpainting"].value):
         for key, ours in (("base_image_path", "control_image"), ("mask_image_path", "mask")):
@@ -408,7 +417,7 @@ def _sample_interval(t: Translator, has_prompts: bool) -> None:
 
 
 def take_intervals(t: Translator) -> None:
-    """Saved files and backups: a checkpoint here is both."""
+    """Translate the intervals of saved files and backups. A checkpoint of lora-rocm is both."""
     pairs = (
         (t.setting("save_every"), t.setting("save_every_unit")),
         (t.setting("backup_after"), t.setting("backup_after_unit")),
@@ -430,7 +439,10 @@ def take_intervals(t: Translator) -> None:
 
 
 def _interval(t: Translator, after: Setting, unit: Setting) -> tuple[str, Value]:
-    """(steps, epochs or minutes; the number) of an interval; 0: never. OneTrainer's steps are batches."""
+    """Return (unit, number) of an interval. The unit is steps, epochs or minutes, and the number 0 means never.
+
+    OneTrainer's steps are batches.
+    """
     count, name = number(after.value) or 0.0, str(unit.value)
     if name == "NEVER" or (count <= 0 and name != "ALWAYS"):
         return "steps", 0

@@ -1,4 +1,4 @@
-"""OneTrainer's noise levels, loss and masks."""
+"""Translates OneTrainer's noise levels, loss and masks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lora_rocm.importing.value_maps import is_on, number, take_if, whole
 
 
 def _loss(t: Translator, setting: Setting) -> None:
-    """One distance at a strength of 1; sums of several are not possible."""
+    """Translate the loss: one distance with a strength of 1. Sums of several distances are not supported."""
     names = ("mse", "mae", "log_cosh", "huber")
     strengths = {name: number(t.value(f"{name}_strength")) or 0.0 for name in names}
     active = [name for name, strength in strengths.items() if strength]
@@ -72,7 +72,10 @@ def _prediction(t: Translator, setting: Setting) -> None:
 
 
 def _timesteps(t: Translator, setting: Setting) -> None:
-    """The distribution of noise levels; several of them are uniform at a weight of 0."""
+    """Translate the distribution of noise levels.
+
+    Several of OneTrainer's distributions are uniform at a weight of 0.
+    """
     name = str(setting.value).upper()
     weight, bias = number(t.value("noising_weight")) or 0.0, number(t.value("noising_bias")) or 0.0
     is_even = name in ("SIGMOID", "HEAVY_TAIL", "INVERTED_PARABOLA") and weight == 0
@@ -121,7 +124,7 @@ def _shift(t: Translator, setting: Setting) -> None:
 
 
 def _noise_range(t: Translator, setting: Setting) -> None:
-    """The range of noise levels; OneTrainer shifts after it."""
+    """Translate the range of noise levels. OneTrainer applies the shift after the range."""
     low, high = number(t.value("min_noising_strength")) or 0.0, number(t.value("max_noising_strength"))
     high = 1.0 if high is None else high
     shift = _fixed_shift(t) if family_of(t) in FLOWS and not _is_dynamic(t) else 1.0

@@ -1,4 +1,4 @@
-"""OneTrainer's optimizer section and its schedule of the learning rate."""
+"""Translates OneTrainer's optimizer section and learning rate schedule."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ OTHER_NAMES = {
     "LION_ADV": ("lion", "the usual Lion"),
     "MUON_ADV": ("muon", "the usual Muon"),
 }
-"""OneTrainer's name -> (ours, the difference), for names that other trainers do not have."""
+"""Maps OneTrainer's name of an optimizer to (our name, difference), for names that other trainers do not use."""
 DECAYS = {"adamw": 0.01, "adamw_8bit": 0.01, "adamw_schedule_free": 0.01}
-"""Ours -> weight decay of OneTrainer if the key is absent or null; 0 for others."""
+"""Maps our optimizer to OneTrainer's default weight decay; 0 for all others."""
 BETAS = {"LION_8BIT": (0.9, 0.999), "ADAMW_ADV": (0.9, 0.99), "PRODIGY_ADV": (0.9, 0.99)}
-"""OneTrainer's name -> its betas if they are absent or null, where ours differ."""
+"""Maps OneTrainer's name of an optimizer to its default betas, where they differ from ours."""
 ADAM_LIKE = (
     "adamw", "adamw_8bit", "adamw_bf16", "adamw_schedule_free", "dadapt_adam", "prodigy", "prodigy_schedule_free",
 )  # fmt: skip
@@ -31,7 +31,7 @@ READ: Mapping[str, tuple[str, ...]] = {
     "dadapt_adam": ("d0", "growth_rate", "use_bias_correction"),
     "adamw_schedule_free": ("r", "weight_lr_power"),
 }
-"""Ours -> keys with the same name and meaning."""
+"""Maps our optimizer to the keys of the same name and meaning."""
 LOST: Mapping[str, str] = {
     "amsgrad": "uses the largest second moment so far", "cautious": "drops updates against the gradient",
     "use_cautious": "drops updates against the gradient", "cautious_wd": "decays weights only along the update",
@@ -45,13 +45,13 @@ LOST: Mapping[str, str] = {
     "use_speed": "estimates the rate in another way", "rectify": "rectifies the variance",
     "adanorm": "normalises gradients", "beta3_ema": "", "alpha_grad": "",
 }  # fmt: skip
-"""Key -> what it would do; off unless it is true."""
+"""Maps a key to its effect. The key is off unless it is true."""
 EMPTY = "it is empty: OneTrainer's default counts"
 SCHEDULE_FREE = ("SCHEDULE_FREE_ADAMW", "SCHEDULE_FREE_SGD", "PRODIGY_PLUS_SCHEDULE_FREE")
 
 
 def take_optimizer_section(t: Translator) -> None:
-    """``optimizer.*``: the optimizer, then the keys that it reads."""
+    """Translate ``optimizer.*``: the optimizer, then the keys that it reads."""
     # the optimizer
     setting = t.given("optimizer") or t.setting("optimizer.optimizer")
     assert setting is not None, "by the defaults"
@@ -79,13 +79,13 @@ def take_optimizer_section(t: Translator) -> None:
 
 
 def _keeps_bf16(t: Translator) -> bool:
-    """Whether the LoRA's weights are bf16 and rounded by chance, which is OneTrainer's default for them."""
+    """Whether the LoRA's weights are bf16 with stochastic rounding, which is OneTrainer's default for bf16."""
     rounding = t.given("optimizer.stochastic_rounding")
     return str(t.value("lora_weight_dtype")) == "BFLOAT_16" and (rounding is None or is_on(rounding.value))
 
 
 def _decay(t: Translator, ours: str, name: str) -> None:
-    """The weight decay; OneTrainer's default for the optimizer where it is absent or null."""
+    """Translate the weight decay. If it is absent or null, OneTrainer's default for the optimizer is used."""
     decay = t.given("optimizer.weight_decay")
     if decay is not None and number(decay.value) is not None:
         t.take("optim.weight_decay", number(decay.value), decay)
@@ -97,7 +97,7 @@ def _decay(t: Translator, ours: str, name: str) -> None:
 
 
 def _several(t: Translator, ours: str, keys: Sequence[str], usual: Sequence[float], always: bool = False) -> None:
-    """Numbers that are one list here; ``usual`` stands for absent ones. Nothing is written if all are absent."""
+    """Translate several numbers to one list. ``usual`` replaces absent ones. If all are absent, nothing is written."""
     found = [t.given(f"optimizer.{key}") for key in keys]
     given = [each for each in found if each is not None and number(each.value) is not None]
     values: list[Value] = [
@@ -109,7 +109,7 @@ def _several(t: Translator, ours: str, keys: Sequence[str], usual: Sequence[floa
 
 
 def _betas(t: Translator, ours: str, name: str) -> None:
-    """The decays of the moments, and the small numbers that keep divisions finite."""
+    """Translate the decay rates of the moments, and the epsilons."""
     if ours == "came":
         _several(t, "optim.betas", ("beta1", "beta2", "beta3"), (0.9, 0.999, 0.9999))
     elif ours in (*ADAM_LIKE, "lion"):
@@ -124,7 +124,7 @@ def _betas(t: Translator, ours: str, name: str) -> None:
 
 
 def _key(t: Translator, setting: Setting, ours: str) -> None:
-    """One further key of the section."""
+    """Translate another key of the section."""
     name = plain_key(setting.key).rpartition(".")[2]
     value = setting.value
     if value is None or value == "" or str(value) == "inf":
@@ -138,7 +138,7 @@ def _key(t: Translator, setting: Setting, ours: str) -> None:
     elif LOST.get(name) and is_on(value):
         t.lose(setting, LOST[name])
     else:
-        t.skip(setting, "this optimizer does not read it, or it changes nothing here")
+        t.skip(setting, "this optimizer does not read it, or it changes nothing in lora-rocm")
 
 
 def _is_schedule_free(t: Translator) -> bool:
@@ -147,14 +147,14 @@ def _is_schedule_free(t: Translator) -> bool:
 
 
 def _schedule(t: Translator, setting: Setting) -> None:
-    """The schedule; COSINE_WITH_RESTARTS is a wave; the hard variant jumps."""
+    """Translate the schedule. COSINE_WITH_RESTARTS is a continuous wave; only its hard variant restarts with a jump."""
     name, cycles = str(setting.value).upper(), number(t.value("learning_rate_cycles")) or 1.0
     if _is_schedule_free(t):
         t.skip(setting, "this optimizer has no schedule")
     elif name == "COSINE_WITH_RESTARTS" and cycles == 0.5:
         t.take("optim.lr_scheduler", "cosine", setting, note="half a wave")
     elif name == "COSINE_WITH_RESTARTS":
-        note = "OneTrainer's rate rises again as slowly as it fell; here it jumps"
+        note = "OneTrainer's rate rises again as slowly as it fell; in lora-rocm it jumps"
         t.take("optim.lr_scheduler", "cosine_with_restarts", setting, note=note)
     else:
         take_schedule(t, setting)
@@ -166,7 +166,7 @@ def _cycles(t: Translator, setting: Setting) -> None:
     if not name.startswith("COSINE_WITH") or _is_schedule_free(t) or not cycles or cycles in (0.5, 1):
         t.skip(setting, "this schedule does not read it, or it is the usual number")
     else:
-        note = "" if cycles == int(cycles) else "a whole number here"
+        note = "" if cycles == int(cycles) else "lora-rocm needs a whole number"
         t.take("optim.lr_scheduler_num_cycles", max(round(cycles), 1), setting, note=note)
 
 
@@ -179,7 +179,7 @@ def _least_rate(t: Translator, setting: Setting) -> None:
 
 
 def _warmup(t: Translator, setting: Setting) -> None:
-    """Above 1 a number of batches, else a share of the run."""
+    """Translate the warm-up: a number of batches if it is above 1, else a share of the run."""
     found = number(setting.value)
     if found is None:
         t.lose(setting, "it is not a number", ours="optim.lr_warmup_steps")

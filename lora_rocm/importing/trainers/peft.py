@@ -1,4 +1,4 @@
-"""PEFT's ``adapter_config.json``: the recipe goes on from this LoRA."""
+"""Imports PEFT's ``adapter_config.json``. The recipe continues from this LoRA."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ PATTERNS = re.compile(r"(rank|alpha)_pattern\.(.+)$")
 
 
 def _prepare(t: Translator) -> None:
-    """The family, the LoRA to go on from, and the modules of other ranks.
+    """Translate the family, the LoRA to continue from, and the modules with a different rank.
 
     Raises:
         UserError: the LoRA belongs to another kind of model.
     """
     task = t.given("task_type")
     if task is not None and str(task.value) not in ("CAUSAL_LM", "None"):
-        t.refuse_base("another task than writing text", task)
+        t.refuse_base("a different task than writing text", task)
     library = t.given("auto_mapping.parent_library")
     if library is not None and "diffusers" in str(library.value):
         fix = "Write its .safetensors file as lora.init_from into a recipe of the model's family."
@@ -43,7 +43,7 @@ def _prepare(t: Translator) -> None:
 
 
 def _overrides(t: Translator) -> None:
-    """Ranks and alphas of single modules. Both patterns of one module are one entry."""
+    """Translate ranks and alphas of single modules. Patterns for the rank and alpha of one module become one entry."""
     entries: dict[str, list[tuple[str, Setting]]] = {}
     for setting in t.settings:
         if (found := PATTERNS.match(setting.key)) is not None:

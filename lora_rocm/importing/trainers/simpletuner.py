@@ -1,4 +1,4 @@
-"""SimpleTuner: ``config.json``, ``config.toml`` or ``config.env`` with its data sets and LyCORIS' file."""
+"""Imports SimpleTuner: ``config.json``, ``config.toml`` or ``config.env``, with its datasets and its LyCORIS file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ USUAL = {
     "sdxl": "base-1.0", "sd15": "dreamshaper", "sd2": "pseudoflex-v2", "flux": "krea", "z-image": "turbo-ostris-v2",
     "anima": "preview-3",
 }  # fmt: skip
-"""Family -> the flavour that SimpleTuner takes if none is set."""
+"""Maps a family to SimpleTuner's default flavour."""
 BASES = {
     "sdxl": {
         "base-1.0": "stabilityai/stable-diffusion-xl-base-1.0", "base-0.9": "stabilityai/stable-diffusion-xl-base-0.9",
@@ -61,7 +61,7 @@ BASES = {
         "preview": "CalamitousFelicitousness/Anima-sdnext-diffusers",
     },
 }  # fmt: skip
-"""Family -> flavour -> hub id."""
+"""Maps a family and a flavour to a hub id."""
 VARIANTS = {"kontext": "kontext", "schnell": "schnell", "turbo": "turbo", "turbo-ostris-v2": "turbo"}
 TRAINING_ADAPTERS = {
     ("flux", "schnell"): ("ostris/FLUX.1-schnell-training-adapter", "pytorch_lora_weights.safetensors"),
@@ -70,17 +70,17 @@ TRAINING_ADAPTERS = {
         "ostris/zimage_turbo_training_adapter", "zimage_turbo_training_adapter_v2.safetensors",
     ),
 }  # fmt: skip
-"""Family and flavour -> repository and file of the adapter that SimpleTuner applies in training."""
+"""Maps a family and a flavour to (repository, file) of the adapter that SimpleTuner applies in training."""
 QUANTIZATIONS = (
     (re.compile(r"^u?int8"), "int8"),
     (re.compile(r"^fp8|^float8"), "fp8"),
     (re.compile(r"^(nf4|u?int4)"), "nf4"),
 )
-"""Begin of a precision of the base -> ours."""
+"""Maps patterns for the start of a base precision to our quantisation."""
 
 
 def _prepare(t: Translator) -> None:
-    """The family and its files, the adapter, then the data sets."""
+    """Translate the family and its files, the adapter, and the datasets."""
     # family
     named = t.given("model_family")
     plain = str(named.value).lower() if named is not None else ""
@@ -114,7 +114,7 @@ def _prepare(t: Translator) -> None:
     if kind is not None and str(kind.value).lower() == "lora":
         t.skip(kind, "an adapter is trained")
     elif kind is not None:
-        t.lose(kind, "trains the whole model; here an adapter is trained", ours="lora.type")
+        t.lose(kind, "trains the whole model; in lora-rocm an adapter is trained", ours="lora.type")
     take_adapter(t, family)
     take_factors_of_classes(t)
     # data
@@ -122,17 +122,17 @@ def _prepare(t: Translator) -> None:
 
 
 def _flavour_in(path: str) -> str:
-    """The flavour that the name of a base shows."""
+    """Return the flavour that the name of a base indicates."""
     return next((name for name in ("kontext", "schnell", "turbo") if name in path.lower()), "")
 
 
 def _variant(t: Translator, family: str, own: str, flavour: Setting | None) -> None:
-    """The variant of the base, and the adapter that undoes its distillation."""
+    """Translate the variant of the base, and the training adapter that undoes its distillation."""
     settings = () if flavour is None or t.is_settled(flavour) else (flavour,)
     if family in ("flux", "z-image") and own in VARIANTS:
         t.take("model.variant", VARIANTS[own], *settings, note="" if settings else "as the name of the base shows")
     if own == "ostris-de-turbo" and flavour is not None:
-        t.change(flavour, "SimpleTuner takes the transformer of ostris/Z-Image-De-Turbo: name its file here")
+        t.change(flavour, "SimpleTuner takes the transformer of ostris/Z-Image-De-Turbo: name its file")
     usual = TRAINING_ADAPTERS.get((family, own))
     given, off = t.given("assistant_lora_path"), t.given("disable_assistant_lora")
     if usual is not None and (given is None or not given.value) and (off is None or not is_on(off.value)):
@@ -185,7 +185,7 @@ def _prediction(t: Translator, setting: Setting) -> None:
 
 
 def _of_ddpm(function: Function) -> Function:
-    """A function for SDXL and Stable Diffusion only."""
+    """Return ``function`` restricted to SDXL and Stable Diffusion."""
 
     def take(t: Translator, setting: Setting) -> None:
         if t.values["model.family"].value in FLOW:
@@ -227,7 +227,7 @@ def _epochs(t: Translator, setting: Setting) -> None:
 
 
 def _ema(t: Translator, setting: Setting) -> None:
-    """An average of the adapter, which may be updated at intervals only."""
+    """Translate the average of the adapter's weights. SimpleTuner may update it only at intervals."""
     if not is_on(setting.value):
         t.skip(setting, "it is off")
         return
@@ -273,19 +273,19 @@ def _of_huber(ours: str) -> Function:
 
 
 def _offset(t: Translator, setting: Setting) -> None:
-    """Offset noise: SimpleTuner applies it in a share of the steps."""
+    """Translate offset noise, which SimpleTuner applies only in some of the steps."""
     if not is_on(setting.value):
         t.skip(setting, "it is off")
         return
     strength = t.given("noise_offset")
     share = number(t.value("noise_offset_probability"))
-    note = f"SimpleTuner: in a share of {0.25 if share is None else share} of the steps; here in all"
+    note = f"SimpleTuner: in a share of {0.25 if share is None else share} of the steps; in lora-rocm in all"
     settings = (setting,) if strength is None else (setting, strength)
     t.take("objective.noise_offset", number(strength.value) if strength else 0.1, *settings, note=note)
 
 
 def _shift(t: Translator, setting: Setting) -> None:
-    """The distribution of the noise level of flow models. Also runs for the default shift."""
+    """Translate the distribution of the noise levels of flow models. This function also runs for the default shift."""
     if t.values["model.family"].value not in FLOW:
         t.skip(setting, "only flow models read it")
         return
@@ -313,7 +313,7 @@ def _spread(t: Translator, setting: Setting) -> None:
 
 
 def _prompts(t: Translator, setting: Setting) -> None:
-    """The prompt, and the prompts of the library."""
+    """Translate the prompt and the prompts of the library."""
     if is_on(t.value("validation_disable")):
         t.skip(setting, "previews are off")
         return
@@ -332,18 +332,18 @@ def _prompt_library(t: Translator, setting: Setting) -> None:
     if main is None or not main.value:
         _prompts(t, setting)
     else:
-        t.skip(setting, "its prompts are taken with validation_prompt, or its file is not here")
+        t.skip(setting, "its prompts are taken with validation_prompt, or its file was not found")
 
 
 def _library(t: Translator, setting: Setting) -> list[Value]:
-    """The prompts of the file: a mapping of names to prompts, or to mappings with ``prompt``."""
+    """Return the prompts of the library file, which maps names to prompts or to mappings with the key ``prompt``."""
     file = t.files.named_by(near(setting))
     content = file.settings().settings if file is not None else []
     return [each.value for each in content if ("." not in each.key or each.key.endswith(".prompt")) and each.value]
 
 
 def _of_previews(function: Function) -> Function:
-    """A function that runs only if there are previews."""
+    """Return ``function`` restricted to runs with previews."""
 
     def take(t: Translator, setting: Setting) -> None:
         prompts = [t.given(key) for key in ("validation_prompt", "user_prompt_library")]
@@ -356,7 +356,7 @@ def _of_previews(function: Function) -> Function:
 
 
 def _preview_size(t: Translator, setting: Setting) -> None:
-    """``1024x768``, 1024, or several of these separated by commas."""
+    """Translate the size of previews: ``1024x768``, 1024, or several of these separated by commas."""
     sizes = [each.strip() for each in str(setting.value).lower().split(",")]
     sides = [number(side) for side in sizes[0].split("x")]
     if len(sides) > 2 or any(side is None or side < 1 for side in sides):

@@ -1,4 +1,4 @@
-"""The adapter of SimpleTuner: a LoRA of PEFT, or a network of LyCORIS, which has a separate file."""
+"""Translates SimpleTuner's adapter: a LoRA of PEFT, or a network of LyCORIS with a separate file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lora_rocm.importing.value_maps import is_on, number, take_number, take_path
 ATTENTION = r"attention\.(to_[qkv]|to_out\.0)"
 Z_IMAGE_BLOCKS = r"(layers|noise_refiner|context_refiner)\.\d+\."
 TARGETS: Mapping[str, Value] = {"z-image": [Z_IMAGE_BLOCKS + ATTENTION]}
-"""Family -> the layers that a LoRA adapts, where ``attention`` is not the same."""
+"""Maps a family to the layers that a LoRA adapts, if they differ from the preset ``attention``."""
 CLASSES: Mapping[tuple[str, bool], Value] = {
     ("z-image", False): [Z_IMAGE_BLOCKS + ATTENTION],
     ("z-image", True): [Z_IMAGE_BLOCKS + rf"({ATTENTION}|feed_forward\.w[123])"],
@@ -20,7 +20,10 @@ CLASSES: Mapping[tuple[str, bool], Value] = {
     ("sdxl", True): [r".*\.transformer_blocks\.\d+\.(attn[12]\.(to_[qkv]|to_out\.0)|ff\.net\.(0\.proj|2))"],
     ("anima", True): "attention-mlp",
 }
-"""Family, and whether the class FeedForward is adapted in addition to Attention -> layers; else ``attention``."""
+"""Maps (family, whether the class FeedForward is adapted in addition to Attention) to the layers.
+
+All other combinations use ``attention``.
+"""
 CONTEXT = r"attn\.(add_[qkv]_proj|to_add_out)"
 FLUX_TARGETS: Mapping[str, Value] = {
     "all": "attention", "all+ffs": "attention-mlp", "ai-toolkit": "all-linear",
@@ -31,11 +34,11 @@ FLUX_TARGETS: Mapping[str, Value] = {
 ALGORITHMS = {"lora": "lora", "locon": "lora", "lokr": "lokr", "loha": "loha", "diag-oft": "oft", "ia3": "ia3"}
 INITS = {"default": "default", "true": "default", "gaussian": "gaussian", "pissa": "pissa", "olora": "olora"}
 WHOLE = 2048
-"""The highest rank here: it makes the second matrix of a LoKr whole."""
+"""Highest rank in a recipe. It keeps the second matrix of a LoKr whole."""
 
 
 def is_lycoris(t: Translator) -> bool:
-    """Whether the adapter is a network of LyCORIS; its file alone is one too."""
+    """Whether the adapter is a LyCORIS network. This is also the case if only a LyCORIS file is named."""
     kind = t.given("lora_type", "model_family", "model_type")
     if kind is None:
         return t.given("lycoris.algo") is not None
@@ -43,7 +46,7 @@ def is_lycoris(t: Translator) -> bool:
 
 
 def take_adapter(t: Translator, family: str) -> None:
-    """The layers that are adapted unless the configuration names others."""
+    """Write the trainer's default adapted layers if the configuration names none."""
     modules, preset = t.given("peft_lora_target_modules"), t.given("lycoris.apply_preset.target_module")
     if is_lycoris(t):
         if preset is None:
@@ -53,7 +56,7 @@ def take_adapter(t: Translator, family: str) -> None:
 
 
 def _of_peft(function: Function) -> Function:
-    """A function for LoRA of PEFT only."""
+    """Return ``function`` restricted to PEFT's LoRA."""
 
     def take(t: Translator, setting: Setting) -> None:
         if is_lycoris(t):
@@ -75,7 +78,7 @@ def _kind(t: Translator, setting: Setting) -> None:
 
 
 def _flux_targets(t: Translator, setting: Setting) -> None:
-    """The layers of FLUX.1. Also runs for the default."""
+    """Translate the layers of FLUX.1. This function also runs for the default."""
     modules = t.given("peft_lora_target_modules")
     plain = str(setting.value).lower()
     if t.values["model.family"].value != "flux" or is_lycoris(t) or (modules is not None and modules.value):
@@ -91,11 +94,16 @@ def _flux_targets(t: Translator, setting: Setting) -> None:
 
 
 def _target_modules(t: Translator, setting: Setting) -> None:
-    """Names of modules, of which PEFT compares the end."""
+    """Translate names of modules. PEFT compares only the end of a name."""
     names = setting.value if isinstance(setting.value, list) else re.findall(r"[\w.]+", str(setting.value))
     if names and not str(setting.value).endswith(".json"):
         patterns: list[Value] = [rf"(.*\.)?{re.escape(str(name))}" for name in names]
-        t.take("lora.targets", patterns, setting, note="SimpleTuner compares the ends of names; here whole names count")
+        t.take(
+            "lora.targets",
+            patterns,
+            setting,
+            note="SimpleTuner compares the ends of names; in lora-rocm whole names count",
+        )
     else:
         t.lose(setting, "names the layers that are adapted", ours="lora.targets")
 
@@ -145,7 +153,7 @@ def _formats(t: Translator, setting: Setting) -> None:
 
 
 def _of_lycoris(function: Function) -> Function:
-    """A function for networks of LyCORIS only: else its file is not read."""
+    """Return ``function`` restricted to LyCORIS networks, because SimpleTuner reads the LyCORIS file only for these."""
 
     def take(t: Translator, setting: Setting) -> None:
         if is_lycoris(t):
@@ -171,7 +179,7 @@ def _is_whole(t: Translator) -> bool:
 
 def _rank(t: Translator, setting: Setting) -> None:
     if _is_whole(t):
-        t.take("lora.rank", WHOLE, setting, note="the highest rank here: the second matrix is whole")
+        t.take("lora.rank", WHOLE, setting, note="the highest rank in lora-rocm: the second matrix is whole")
     else:
         take_number("lora.rank")(t, setting)
 
@@ -180,7 +188,7 @@ def _full_matrix(t: Translator, setting: Setting) -> None:
     if not is_on(setting.value):
         t.skip(setting, "it is off")
     elif str(t.value("lycoris.algo")).lower() == "lokr":
-        t.take("lora.rank", WHOLE, setting, note="the highest rank here: the second matrix is whole")
+        t.take("lora.rank", WHOLE, setting, note="the highest rank in lora-rocm: the second matrix is whole")
     else:
         t.lose(setting, "trains whole matrices", ours="lora.rank")
 
@@ -193,7 +201,7 @@ def _alpha(t: Translator, setting: Setting) -> None:
 
 
 def _targets(t: Translator, setting: Setting) -> None:
-    """Classes of modules: their layers are adapted."""
+    """Translate classes of modules; the layers in these modules are adapted."""
     names = {str(each) for each in (setting.value if isinstance(setting.value, list) else [setting.value])}
     family = str(t.values["model.family"].value)
     if not names or not names <= {"Attention", "FeedForward"}:
@@ -207,7 +215,10 @@ def _targets(t: Translator, setting: Setting) -> None:
 
 
 def take_factors_of_classes(t: Translator) -> None:
-    """``module_algo_map``: other values for some classes; they have no effect if they are the general ones."""
+    """Translate ``module_algo_map``: separate values for some classes.
+
+    Values equal to the general ones have no effect.
+    """
     prefix = "lycoris.apply_preset.module_algo_map."
     for setting in t.below("lycoris"):
         if not setting.key.startswith(prefix) or t.is_settled(setting):

@@ -1,4 +1,4 @@
-"""The data sets of SimpleTuner: entries of the file that ``data_backend_config`` names."""
+"""Translates SimpleTuner's datasets: entries of the file that ``data_backend_config`` names."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lora_rocm.importing.value_maps import is_on, number
 
 ENTRY = re.compile(r"data_backend(?:\[(\d+)\])?\.(.+)")
 SECTIONS = r"(huggingface|conditioning|parquet|video|audio|webshart|grounding)[.\[]"
-"""Keys of sections that a data set of images does not need here."""
+"""Matches keys of sections that a recipe does not need for a dataset of images."""
 ALIGNMENT = 64
-"""Sides of buckets are multiples of this in SimpleTuner."""
+"""The sides of SimpleTuner's buckets are multiples of this number."""
 CACHES = ("text_embeds", "image_embeds", "conditioning_image_embeds", "distillation_cache")
 REMOTE = {
     "aws": "reads images from S3", "csv": "downloads images that a table lists",
@@ -25,38 +25,38 @@ REMOTE = {
 
 @dataclass(frozen=True)
 class DataSet:
-    """One entry of the file. ``settings``: key in the entry -> setting."""
+    """One entry of the file. ``settings``: maps a key in the entry to its setting."""
 
     t: Translator
     settings: Mapping[str, Setting]
 
     def own(self, key: str) -> Setting | None:
-        """The entry's own setting."""
+        """Return the entry's own setting, or None."""
         return self.settings.get(key)
 
     def value(self, key: str) -> Value:
-        """The entry's own value; None without one."""
+        """Return the value of the entry's own setting, or None."""
         found = self.settings.get(key)
         return None if found is None else found.value
 
     def found(self, key: str) -> Setting | None:
-        """The entry's setting, else the option with this name."""
+        """Return the entry's setting, or else the option with this name."""
         return self.settings.get(key) or self.t.given(key)
 
     def skip(self, why: str, *but: str) -> None:
-        """Settle all settings except some."""
+        """Mark all settings as skipped except those with the keys ``but``."""
         for key, setting in self.settings.items():
             if key not in but:
                 self.t.skip(setting, why)
 
     @property
     def kind(self) -> str:
-        """Its ``dataset_type``."""
+        """Return the entry's ``dataset_type``."""
         return str(self.value("dataset_type") or "image").lower()
 
 
 def take_data_sets(t: Translator) -> None:
-    """Write the data sets of images as sources."""
+    """Write the datasets of images as sources."""
     every = [each for each in _data_sets(t) if _is_used(each)]
     conditions = {str(each.value("id")): each for each in every if each.kind == "conditioning"}
     for each in every:
@@ -75,7 +75,7 @@ def take_data_sets(t: Translator) -> None:
 
 
 def _is_used(data: DataSet) -> bool:
-    """Whether it has images; settles the others."""
+    """Whether the dataset is used. The settings of an unused dataset are marked as skipped."""
     if is_on(data.value("disabled")) or is_on(data.value("disable")):
         data.skip("this data set is disabled")
         return False
@@ -94,7 +94,7 @@ def _data_sets(t: Translator) -> list[DataSet]:
 
 
 def _watch(data: DataSet) -> None:
-    """A data set for measuring the loss."""
+    """Translate a dataset that is used only to measure the loss."""
     path = data.own("instance_data_dir")
     if path is None or "data.watched.path" in data.t.values:
         data.skip("one data set is measured here, and it is a folder")
@@ -104,7 +104,7 @@ def _watch(data: DataSet) -> None:
 
 
 def _source(data: DataSet, conditions: Mapping[str, DataSet]) -> Source | None:
-    """One data set of images; None if lora-rocm cannot read it."""
+    """Return the source for one dataset of images, or None if lora-rocm cannot read it."""
     place = _place(data)
     if place is None:
         return None
@@ -122,12 +122,12 @@ def _source(data: DataSet, conditions: Mapping[str, DataSet]) -> Source | None:
         if key == "grounding.enabled" and is_on(setting.value):
             t.lose(setting, "trains on described parts of the images")
         elif re.match(SECTIONS, key) and not key.endswith(".type"):
-            t.skip(setting, "it has no effect here")
+            t.skip(setting, "it has no effect in lora-rocm")
     return source
 
 
 def _place(data: DataSet) -> dict[str, RecipeValue] | None:
-    """The folder or the data set of the hub."""
+    """Translate the folder, or the dataset on the hub. Return None if there is neither."""
     t, kind = data.t, str(data.value("type") or "local").lower()
     if data.kind != "image":
         marks = data.own("dataset_type")
@@ -153,7 +153,7 @@ def _place(data: DataSet) -> dict[str, RecipeValue] | None:
 
 
 def _captions(data: DataSet) -> dict[str, RecipeValue]:
-    """The captions, by ``caption_strategy``."""
+    """Translate the captions, as ``caption_strategy`` determines."""
     strategy, prompt, only = (
         data.found(key) for key in ("caption_strategy", "instance_prompt", "only_instance_prompt")
     )
@@ -162,7 +162,7 @@ def _captions(data: DataSet) -> dict[str, RecipeValue]:
     is_only = only is not None and is_on(only.value)
     settings = (strategy,) if strategy is not None else ()
     if prompt is not None and prompt.value and (is_only or plain == "instanceprompt"):
-        note = "SimpleTuner: the caption of every image; here caption files next to the images take precedence"
+        note = "SimpleTuner: the caption of every image; in lora-rocm caption files next to the images take precedence"
         settings = (*settings, only) if is_only and only is not None else settings
         found = {
             "trigger_word": RecipeValue(str(prompt.value), (prompt,), note),
@@ -181,12 +181,12 @@ def _captions(data: DataSet) -> dict[str, RecipeValue]:
 
 
 def _captions_of_files(data: DataSet, strategy: str, settings: tuple[Setting, ...]) -> dict[str, RecipeValue]:
-    """Captions from files, names or columns."""
+    """Translate captions from files, file names or columns."""
     if strategy == "textfile":
         note = "SimpleTuner needs a caption file for each image"
         return {"caption_fallback": RecipeValue("error", settings, note), **_lines(data)}
     if strategy == "filename":
-        note = "SimpleTuner: always the file name; here caption files next to the images take precedence"
+        note = "SimpleTuner: always the file name; in lora-rocm caption files next to the images take precedence"
         return {"caption_fallback": RecipeValue("filename", settings, note)}
     column = data.own("caption_column") or data.own("huggingface.caption_column")
     for setting in settings:
@@ -198,7 +198,7 @@ def _captions_of_files(data: DataSet, strategy: str, settings: tuple[Setting, ..
 
 
 def _lines(data: DataSet) -> dict[str, RecipeValue]:
-    """Each line of a caption file is a caption, unless that is off."""
+    """Translate whether each line of a caption file is a separate caption, which is the default."""
     off = data.found("disable_multiline_split")
     if off is not None and is_on(off.value):
         data.t.skip(off, "lines of a caption become one line")
@@ -208,7 +208,7 @@ def _lines(data: DataSet) -> dict[str, RecipeValue]:
 
 
 def _shuffled(data: DataSet) -> dict[str, RecipeValue]:
-    """The section ``caption_shuffle``."""
+    """Translate the section ``caption_shuffle``."""
     t, switch = data.t, data.own("caption_shuffle.enable")
     others = {key: setting for key, setting in data.settings.items() if key.startswith("caption_shuffle.")}
     if switch is None or not is_on(switch.value):
@@ -232,7 +232,7 @@ def _shuffled(data: DataSet) -> dict[str, RecipeValue]:
 
 
 def _size(data: DataSet) -> dict[str, RecipeValue]:
-    """The resolution, in the unit of ``resolution_type``."""
+    """Translate the resolution, in the unit of ``resolution_type``."""
     t, given, unit = data.t, data.found("resolution"), data.found("resolution_type")
     size = number(given.value) if given is not None else None
     plain = str(unit.value).lower() if unit is not None else "pixel_area"
@@ -244,13 +244,13 @@ def _size(data: DataSet) -> dict[str, RecipeValue]:
         step = number(t.value("aspect_bucket_alignment")) or ALIGNMENT
         side, note = (
             max(int(round(1000 * size**0.5 / step) * step), 1),
-            "SimpleTuner: megapixels; here the side of a square of the same area",
+            "SimpleTuner: megapixels; in lora-rocm the side of a square of the same area",
         )
     elif plain == "pixel":
         is_square = is_on(data.value("crop")) and str(data.value("crop_aspect") or "square").lower() == "square"
         side, note = (
             round(size),
-            "" if is_square else "SimpleTuner: the shorter side; here the side of a square of the same area",
+            "" if is_square else "SimpleTuner: the shorter side; in lora-rocm the side of a square of the same area",
         )
     else:
         side, note = round(size), ""
@@ -258,7 +258,7 @@ def _size(data: DataSet) -> dict[str, RecipeValue]:
 
 
 def _crop(data: DataSet) -> dict[str, RecipeValue]:
-    """Buckets keep the proportions; a square crop does not."""
+    """Translate the crop. A recipe's buckets keep an image's proportions; a square crop does not."""
     t, crop, aspect, style = data.t, data.own("crop"), data.own("crop_aspect"), data.own("crop_style")
     if crop is None or not is_on(crop.value):
         for setting in (crop, aspect, style):
@@ -283,7 +283,7 @@ def _crop(data: DataSet) -> dict[str, RecipeValue]:
 
 
 def _conditions(data: DataSet, conditions: Mapping[str, DataSet]) -> dict[str, RecipeValue]:
-    """Control images and masks: other entries, which ``conditioning_data`` names by their ids."""
+    """Translate control images and masks: other entries, with ids that ``conditioning_data`` names."""
     t, link = data.t, data.own("conditioning_data")
     if link is None or not link.value:
         return {}

@@ -1,4 +1,4 @@
-"""The files of SimpleTuner: its options in JSON, TOML or ``config.env``, and the files that they name."""
+"""Reads SimpleTuner's files: options in JSON, TOML or ``config.env``, and the files that they name."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ OF_ENVIRONMENT = {
     "training_dynamo_backend": "dynamo_backend", "trainer_dynamo_backend": "dynamo_backend",
     "accelerate_config_path": "accelerate_config", "use_xformers": "enable_xformers_memory_efficient_attention",
 }  # fmt: skip
-"""Variable of ``config.env``, in lower case -> the option, where it has another name."""
+"""Maps a variable of ``config.env``, in lower case, to an option of another name."""
 EXTRA = ("trainer_extra_args", "accelerate_extra_args")
 WORDS = {"true": True, "false": False, "none": None}
 NAMED = {"data_backend_config": "data_backend", "lycoris_config": "lycoris"}
-"""Option that names a file -> the section with the settings of this file."""
+"""Maps an option that names a file to the section for the settings of this file."""
 OF_A_DATA_SET = ("instance_data_dir", "cache_dir_vae", "dataset_type", "dataset_name")
 PARENTS = 4
 
 
 def read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
-    """The options of all files, then the settings of the files that they name."""
+    """Return the options of all files, then the settings of the files that they name."""
     found = FileContent()
     for each in files.given:
         found.extend(_settings_of(each))
@@ -48,7 +48,10 @@ def read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
 
 
 def near(setting: Setting) -> Setting:
-    """The setting with the whole path of the file that it names: its path begins at SimpleTuner's own folder."""
+    """Return the setting with the complete path of the file that it names.
+
+    The path in the configuration is relative to SimpleTuner's own folder.
+    """
     text, file = Path(path_text(setting.value)).expanduser(), Path(setting.file)
     for parent in [*file.parents, *file.absolute().parents][: 2 * PARENTS]:
         for place in (parent / text, parent / text.name):
@@ -62,7 +65,7 @@ def _is_lycoris(found: FileContent) -> bool:
 
 
 def _settings_of(file: ConfigFile) -> FileContent:
-    """The settings of a file that the user gave: options, data sets, or LyCORIS' file."""
+    """Return the settings of a file that the user named: options, datasets, or a LyCORIS file."""
     if file.path.suffix.lower() == ".env" or re.search(r"^\s*(?:export\s+)?[A-Z_]+\+?=", file.text, re.MULTILINE):
         return _environment(file)
     content = file.settings()
@@ -77,7 +80,7 @@ def _settings_of(file: ConfigFile) -> FileContent:
 
 
 def _below(section: str, content: FileContent) -> FileContent:
-    """Settings below a section: ``[0].id`` becomes ``data_backend[0].id``."""
+    """Prefix settings with a section: ``[0].id`` becomes ``data_backend[0].id``."""
     found = []
     for setting in content.settings:
         key = f"{section}{setting.key}" if setting.key.startswith("[") else f"{section}.{setting.key}"
@@ -86,7 +89,7 @@ def _below(section: str, content: FileContent) -> FileContent:
 
 
 def _option(setting: Setting) -> Setting:
-    """An option as its parser reads it: without dashes; words for true and false as such."""
+    """Return an option as SimpleTuner's parser reads it: without dashes, and with words such as true converted."""
     return replace(setting, key=setting.key.lstrip("-").replace("-", "_").lower(), value=_plain(setting.value))
 
 
@@ -95,7 +98,7 @@ def _plain(value: Value) -> Value:
 
 
 def _whole(settings: Iterator[Setting]) -> Iterator[Setting]:
-    """Options with a mapping as their value (``tread_config.routes[0].start``) as one setting each."""
+    """Yield options that have a mapping as their value (``tread_config.routes[0].start``) as one setting each."""
     seen: set[str] = set()
     for setting in settings:
         top = re.split(r"[.\[]", setting.key)[0]
@@ -107,7 +110,7 @@ def _whole(settings: Iterator[Setting]) -> Iterator[Setting]:
 
 
 def _environment(file: ConfigFile) -> FileContent:
-    """The variables of ``config.env``. Variables in values are replaced; ``+=`` adds words."""
+    """Return the variables of ``config.env``. Variables in values are replaced, and ``+=`` appends words."""
     found, variables, used = FileContent(), dict[str, tuple[str, int]](), set[str]()
     for number, line in enumerate(file.text.splitlines(), 1):
         assigned = ASSIGNMENT["sh"].match(line.replace("+=", "=", 1))

@@ -1,4 +1,4 @@
-"""The optimizer, the schedule and the clipping of gradients of SimpleTuner."""
+"""Translates SimpleTuner's optimizer, schedule and gradient clipping."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lora_rocm.importing.value_maps import is_on, number, take_absent, take_opti
 USUAL = "adamw_bf16"
 LR_END = 4e-7
 PERIOD = 1000
-"""Length of a fall of its cosine schedule if lr_warmup_steps is 0."""
+"""Length in steps of one descent of SimpleTuner's cosine schedule if lr_warmup_steps is 0."""
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,10 @@ class Theirs:
     """An optimizer of SimpleTuner.
 
     Attributes:
-        ours: the optimizer here.
-        defaults: our keys -> its values, where they differ from ours.
-        keeps: whether it keeps small updates of bf16 weights (Kahan summation or stochastic rounding).
-        note: how it differs.
+        ours: our optimizer.
+        defaults: maps our keys to SimpleTuner's default values, where they differ from ours.
+        keeps: whether it preserves small updates of bf16 weights (by Kahan summation or stochastic rounding).
+        note: how the optimizer differs from ours.
     """
 
     ours: str
@@ -88,7 +88,7 @@ ARGUMENTS = {"eps": "epsilon", "weight_decay": "weight_decay"}
 
 
 def _trains_in_bf16(t: Translator) -> bool:
-    """Whether the adapter's weights are bf16: with ``mixed_precision: bf16``, the default, or a quantized base."""
+    """Whether the adapter's weights are bf16: ``mixed_precision`` is bf16 (the default), or the base is quantised."""
     is_quantized = str(t.value("base_model_precision") or "no_change").lower() != "no_change"
     default = str(t.value("base_model_default_dtype") or "bf16").lower()
     return str(t.value("mixed_precision")).lower() == "bf16" or (is_quantized and default == "bf16")
@@ -99,7 +99,10 @@ def _name(t: Translator) -> str:
 
 
 def _optimizer(t: Translator, setting: Setting) -> None:
-    """Its class, and the arguments of ``optimizer_config`` and ``optimizer_beta1``. Also runs for the default."""
+    """Translate the optimizer's class, and the arguments in ``optimizer_config`` and ``optimizer_beta1``.
+
+    This function also runs for the default.
+    """
     known = KNOWN.get(_name(t))
     if known is None:
         take_optimizer(t, setting)
@@ -145,7 +148,10 @@ def _learning_rate(t: Translator, setting: Setting) -> None:
 
 
 def _schedule(t: Translator, setting: Setting) -> None:
-    """The schedule. Its cosine falls over ``lr_warmup_steps`` and rises again. Also runs for the default."""
+    """Translate the schedule. The cosine schedule falls over ``lr_warmup_steps`` and then rises again.
+
+    This function also runs for the default.
+    """
     plain = str(setting.value).lower()
     rate, end = number(t.value("learning_rate")) or 0.0, number(t.value("lr_end")) or LR_END
     known = KNOWN.get(_name(t))
@@ -186,7 +192,10 @@ def _warmup(t: Translator, setting: Setting) -> None:
 
 
 def _grad_norm(t: Translator, setting: Setting) -> None:
-    """Its usual method limits each value of a gradient. Also runs for the default."""
+    """Translate gradient clipping. SimpleTuner's default method limits each value of a gradient.
+
+    This function also runs for the default.
+    """
     limit, method = number(setting.value), t.given("grad_clip_method")
     by_norm = method is not None and str(method.value).lower() == "norm"
     settings = (setting,) if method is None else (setting, method)
@@ -206,7 +215,7 @@ def _grad_norm(t: Translator, setting: Setting) -> None:
 
 
 def finish_optimizer(t: Translator) -> None:
-    """Defaults of the optimizer's class, and the number format of the trained weights."""
+    """Write defaults of the optimizer's class, and the number format of the trained weights."""
     known = KNOWN.get(_name(t), Theirs("adamw"))
     is_bf16 = _trains_in_bf16(t)
     optimizer = t.values.get("optim.optimizer")

@@ -1,4 +1,7 @@
-"""torchtune: the YAML of its recipes for LoRA. torchtune is no longer developed; its common keys are translated."""
+"""Imports torchtune: the YAML files of its LoRA recipes.
+
+torchtune is no longer developed, so only its common keys are translated.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from lora_rocm.importing.translator import Function, Translator
 from lora_rocm.importing.value_maps import is_on, number, take_number_format, take_path
 
 NAMES = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
-"""torchtune's name of a layer -> transformers' name."""
+"""Maps torchtune's name of a layer to transformers' name."""
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 TABLES = {
     "alpaca_dataset": "tatsu-lab/alpaca", "alpaca_cleaned_dataset": "yahma/alpaca-cleaned",
@@ -33,11 +36,11 @@ TABLES = {
     "cnn_dailymail_articles_dataset": "ccdv/cnn_dailymail",
     "grammar_dataset": "liweili/c4_200m", "wikitext_dataset": "EleutherAI/wikitext_document_level",
 }  # fmt: skip
-"""Builder of a table -> its dataset, unless ``source`` names one."""
+"""Maps a dataset builder to its default dataset. ``source`` may name another one."""
 TRAIN_ON_ALL = ("alpaca_dataset", "alpaca_cleaned_dataset")
-"""Builders that train on the instruction too, unless ``train_on_input`` is false."""
+"""Builders that also train on the instruction, unless ``train_on_input`` is false."""
 READ = (*TRAIN_ON_ALL, "chat_dataset", "instruct_dataset", "text_completion_dataset", "preference_dataset")
-"""Builders of tables with columns that lora-rocm may read."""
+"""Builders of datasets with columns that lora-rocm may be able to read."""
 OPTIMIZERS = {"adamw": "adamw", "pagedadamw": "adamw", "pagedadamw8bit": "adamw_8bit", "adamw8bit": "adamw_8bit"}
 SECTIONS = re.compile(r"(?:dataset_val|profiler|metric_logger|quantizer|parallel_method|dataloader)(?:\.|\[)")
 
@@ -46,11 +49,11 @@ OTHER_METHODS = re.compile(
     r"(?:teacher_|kd_|ref_checkpointer|reward_|value_|policy_|ppo_|grpo_|orchestration|inference|training|postprocessing|"
     r"prompt\.|tasks|max_generated_tokens|forward_batch_size|num_steps|base_model_path|ref_policy|lmbda|gamma|loss\.kl)"
 )
-"""Keys of distillation, reinforcement learning, evaluation and generation."""
+"""Matches keys of distillation, reinforcement learning, evaluation and generation."""
 
 
 def _prepare(t: Translator) -> None:
-    """The family, the loss, the trained words and the table."""
+    """Translate the family, the loss, the trained tokens and the table."""
     begin(t)
     loss = t.given("loss._component_")
     if loss is not None:
@@ -69,7 +72,7 @@ def _prepare(t: Translator) -> None:
 
 
 def _sources(t: Translator, component: Setting | None, name: str) -> list[Source]:
-    """The table, by its builder and ``source``."""
+    """Return the source for the table, from its builder and ``source``."""
     source, files, split = (t.given(f"dataset.{each}") for each in ("source", "data_files", "split"))
     given = [each for each in (files, source, component) if each is not None and each.value]
     place = files if files is not None and files.value else source
@@ -79,7 +82,9 @@ def _sources(t: Translator, component: Setting | None, name: str) -> list[Source
     if name not in READ:
         t.lose(component, f"makes texts of columns that lora-rocm does not read; {UNKNOWN_COLUMNS}")
         given.remove(component)
-    note = "torchtune writes Alpaca's headings; here the tokenizer's chat template" if name in TRAIN_ON_ALL else ""
+    note = (
+        "torchtune writes Alpaca's headings; in lora-rocm the tokenizer's chat template" if name in TRAIN_ON_ALL else ""
+    )
     return [take_table(dataset, *given, note=note, split=split)]
 
 
@@ -89,7 +94,7 @@ def _sources(t: Translator, component: Setting | None, name: str) -> list[Source
 def _model(t: Translator, setting: Setting) -> None:
     builder = str(setting.value).rpartition(".")[2]
     if "vision" in builder:
-        t.lose(setting, "reads images; here only texts are trained on", ours="model.family")
+        t.lose(setting, "reads images; in lora-rocm only texts are trained on", ours="model.family")
     elif builder.startswith(("lora_", "qlora_", "dora_", "qdora_")):
         if builder.startswith("q"):
             t.take("model.quantization", "nf4", setting, note="the builder stores the base in 4 bits")
@@ -100,7 +105,7 @@ def _model(t: Translator, setting: Setting) -> None:
 
 
 def _modules(t: Translator, setting: Setting) -> None:
-    """Names of the attention's layers, and the switch of the feed-forward layers, make one regular expression."""
+    """Translate the attention's layer names, and the switch for feed-forward layers, to one regular expression."""
     attention, dense = t.given("model.lora_attn_modules"), t.given("model.apply_lora_to_mlp")
     listed = attention.value if attention is not None and isinstance(attention.value, list) else []
     names = [NAMES[str(each)] for each in listed if str(each) in NAMES]
@@ -128,7 +133,7 @@ def _trained_words(t: Translator, setting: Setting) -> None:
 
 
 def _part_of_table(t: Translator, setting: Setting) -> None:
-    """Parts that the table has not used."""
+    """Report keys of the table that have not been translated."""
     columns = ("messages", "conversations", "text")
     if setting.key == "dataset.conversation_style" or setting.value in columns or setting.value == "train":
         t.skip(setting, "lora-rocm knows the format by its columns")
@@ -166,13 +171,18 @@ def _loss(t: Translator, setting: Setting) -> None:
 
 
 def _steps_per_epoch(t: Translator, setting: Setting) -> None:
-    """A limit of each epoch is one of the whole run here."""
+    """Translate the limit of steps per epoch to a limit of the whole run."""
     found, epochs = number(setting.value), number(t.value("epochs"))
     if not found or found < 1:
         t.skip(setting, "no limit")
     else:
         t.values.pop("train.epochs", None)
-        t.take("train.max_train_steps", int(found * (epochs or 1)), setting, note="times the epochs; a limit there")
+        t.take(
+            "train.max_train_steps",
+            int(found * (epochs or 1)),
+            setting,
+            note="multiplied by the epochs; in torchtune it is a limit per epoch",
+        )
 
 
 def _epochs(t: Translator, setting: Setting) -> None:

@@ -1,4 +1,4 @@
-"""TRL: YAML and options of its command line, scripts and notebooks."""
+"""Imports TRL: YAML files, command-line options, scripts and notebooks."""
 
 from __future__ import annotations
 
@@ -33,32 +33,32 @@ from lora_rocm.importing.value_maps import is_on, number
 PROGRAM = re.compile(r"(?:^|[\\/\s\"'])(trl|(?:sft|dpo|kto|orpo|cpo|grpo|rloo|reward)\.py)(?=$|[\s\"'])")
 METHOD = re.compile(r"\btrl\s+([a-z]+)\b|\b(sft|dpo|kto|orpo|cpo|grpo|rloo|reward)\.py\b")
 DEFAULTS_OF_LINE: Mapping[str, str | int | float] = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
-"""The LoRA of the command line (ModelConfig)."""
+"""Defaults of the LoRA on the command line (ModelConfig)."""
 DEFAULTS_OF_SCRIPT: Mapping[str, str | int | float] = {"r": 8, "lora_alpha": 8}
-"""The LoRA of a script (PEFT's LoraConfig)."""
+"""Defaults of the LoRA in a script (PEFT's LoraConfig)."""
 DEFAULTS_OF_METHOD: Mapping[str, Mapping[str, float]] = {
     "sft": {"learning_rate": 2e-5}, "dpo": {"learning_rate": 1e-6, "beta": 0.1},
 }  # fmt: skip
 CODE = (".py", ".ipynb")
 OF_LORA = ("r", "lora_alpha", "lora_dropout", "target_modules", "task_type", "init_lora_weights")
-"""Keywords of LoraConfig: one of them is in every script that trains a LoRA."""
+"""Keywords of LoraConfig. Every script that trains a LoRA has at least one of them."""
 OF_PAIRS = ("precompute_ref_log_probs", "beta", "label_smoothing", "ref_model", "max_prompt_length")
 TRAINED = (
     "assistant_only_loss", "completion_only_loss", "train_on_completions", "train_on_responses_only",
     "train_on_responses_only.response_part",
     "datacollatorforcompletiononlylm.response_template",
 )  # fmt: skip
-"""Keys that train on answers alone."""
+"""Keys that restrict training to answers."""
 OFF_BY_DEFAULT = {("Unsloth", True): "train_on_responses_only", ("Unsloth", False): "train_on_completions"}
-"""Name of a trainer, whether it is a script -> its switch for training on answers alone."""
+"""Maps (trainer, whether the configuration is a script) to the switch that restricts training to answers."""
 COMPUTED = re.compile(r"\w+\.(\w+) is computed")
-"""The reason of a part that is not read (formats/python_calls.py)."""
-NOT_RUN = "the script computes another value: write it here"
+"""Matches the reason of a part that is not read (formats/python_calls.py)."""
+NOT_RUN = "the script computes another value: write it in the recipe"
 BUILDERS = ("json", "csv", "parquet", "text")
 
 
 def read_language(files: ConfigFiles, options: Sequence[str], program: re.Pattern[str]) -> FileContent:
-    """The settings of scripts, notebooks, command lines and YAML, with flat names."""
+    """Return the settings of scripts, notebooks, command lines and YAML files, with flat names."""
     found = FileContent()
     for each in files.given:
         found.extend(_content(each, program))
@@ -82,7 +82,7 @@ def _content(file: ConfigFile, program: re.Pattern[str]) -> FileContent:
 
 
 def _flat(setting: Setting) -> Setting:
-    """A setting without the section above it; lists of tables and the environment keep theirs."""
+    """Return a setting without its section. Lists of tables and environment variables keep their sections."""
     section, _, name = setting.key.rpartition(".")
     is_kept = not section or section.startswith(("datasets", "env", "lr_scheduler_kwargs", "model_init_kwargs"))
     return setting if is_kept else replace(setting, key=name)
@@ -98,7 +98,7 @@ def is_script(t: Translator) -> bool:
 
 
 def prepare_language(t: Translator) -> None:
-    """The family, the method, the trained words and the tables."""
+    """Translate the family, the method, the trained tokens and the tables."""
     begin(t)
     for setting in t.settings:
         if setting.key.startswith("later."):
@@ -116,12 +116,12 @@ def prepare_language(t: Translator) -> None:
 
 
 def _marks_answers(setting: Setting) -> bool:
-    """Whether a setting of ``TRAINED`` is on; the text before an answer always is."""
+    """Whether a setting of ``TRAINED`` is on. A setting with the text that precedes an answer always is."""
     return is_on(setting.value) or setting.key.endswith(("_part", "_template"))
 
 
 def _prepare(t: Translator) -> None:
-    """The defaults, which depend on the kind of file and on the method."""
+    """Set the defaults, which depend on the kind of file and on the method."""
     is_line = not is_script(t)
     prepare_language(t)
     switch = t.given("use_peft")
@@ -135,7 +135,7 @@ def _prepare(t: Translator) -> None:
 
 
 def _sources(t: Translator) -> list[Source]:
-    """The tables: ``datasets``, ``dataset_name`` or the first ``load_dataset``."""
+    """Return the sources for the tables in ``datasets``, ``dataset_name`` or the first call of ``load_dataset``."""
     items = dict.fromkeys(each.key[: each.key.index("]") + 1] for each in t.below("datasets") if "]" in each.key)
     found = list[Source]()
     for item in items:
@@ -159,7 +159,10 @@ def _named(name: Setting, split: Setting | None) -> list[Source]:
 
 
 def _loaded(t: Translator) -> list[Source]:
-    """The table of the first call of ``load_dataset``; ``data_files`` are the files of a builder such as json."""
+    """Return the source for the first call of ``load_dataset``.
+
+    ``data_files`` are the files that a builder such as json reads.
+    """
     name, split = t.given_exactly("load_dataset[0]") or t.given("load_dataset.path"), t.given("load_dataset.split")
     files = t.given("load_dataset.data_files")
     part = t.given_exactly("load_dataset[1]")
@@ -201,7 +204,7 @@ def _loss(t: Translator, setting: Setting) -> None:
 
 
 def _base(t: Translator, setting: Setting) -> None:
-    """The model by a name: where it is an object, another call has its name."""
+    """Translate the name of the model. An object of the script is not a name, and is skipped."""
     is_name = isinstance(setting.value, str) and re.fullmatch(r"[\w.~:\\/-]+", setting.value) is not None
     is_object = setting.key == "trainer.model" and is_name and "/" not in str(setting.value)
     if not is_name or is_object or "model.name_or_path" in t.values:
@@ -211,11 +214,11 @@ def _base(t: Translator, setting: Setting) -> None:
 
 
 def _length(t: Translator, setting: Setting) -> None:
-    """The smaller of two limits: of the model, and of the texts."""
+    """Translate the maximum length: the smaller of the model's limit and the texts' limit."""
     found = number(setting.value)
     lengths = [number(each.value) for key in ("max_length", "max_seq_length") if (each := t.given(key)) is not None]
     if not found:
-        t.skip(setting, "no limit there; here it is data.max_length")
+        t.skip(setting, "TRL has no limit; lora-rocm uses data.max_length")
     elif found > min(each for each in (*lengths, found) if each):
         t.skip(setting, "another key has a smaller limit")
     else:
@@ -244,7 +247,7 @@ def _text_column(t: Translator, setting: Setting) -> None:
 
 
 def _template(t: Translator, setting: Setting) -> None:
-    """A template by its name is the model's own if the names agree."""
+    """Translate the chat template. A template that is set by name is the model's own if the names match."""
     name, base = str(setting.value).lower(), re.sub(r"[^a-z]", "", str(_base_name(t)).lower())
     family = re.match(r"[a-z]+", name)
     if (
@@ -254,7 +257,7 @@ def _template(t: Translator, setting: Setting) -> None:
     ):
         t.skip(setting, "the tokenizer's own chat template is used: lora-rocm check shows the texts")
     else:
-        t.lose(setting, "another template; here it is the tokenizer's own", ours="model.tokenizer")
+        t.lose(setting, "another template; lora-rocm uses the tokenizer's own", ours="model.tokenizer")
 
 
 def _base_name(t: Translator) -> Value:
@@ -267,7 +270,7 @@ def _tables_are_read(t: Translator, setting: Setting) -> None:
 
 
 def finish_language(t: Translator) -> None:
-    """PEFT's own choice of modules where the file names none, and defaults in place of computed values."""
+    """Write PEFT's default modules if the file names none, and defaults in place of computed values."""
     for part in t.unread:
         if (named := COMPUTED.match(part.why)) is not None:
             _mark_computed(t, named[1])
@@ -277,7 +280,7 @@ def finish_language(t: Translator) -> None:
 
 
 def _mark_computed(t: Translator, name: str) -> None:
-    """Note that the script computes the value of a key, for which the default is written."""
+    """Note that the script computes the value of a key, so that the default is written instead."""
     for ours, found in t.values.items():
         if any(each.is_default and each.key == name for each in found.settings):
             t.values[ours] = RecipeValue(found.value, found.settings, NOT_RUN)

@@ -1,4 +1,4 @@
-"""Unsloth: the YAML of its command line, options of ``unsloth-cli.py``, scripts and notebooks."""
+"""Imports Unsloth: YAML files of its command line, options of ``unsloth-cli.py``, scripts and notebooks."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ DEFAULTS_OF_YAML: Defaults = {
     "lora_r": 64, "lora_alpha": 16, "load_in_4bit": True, "num_epochs": 3, "learning_rate": 2e-4, "batch_size": 2,
     "gradient_accumulation_steps": 4, "warmup_steps": 5, "weight_decay": 0.01,
 }  # fmt: skip
-"""``unsloth train``: unsloth_cli/config.py."""
+"""Defaults of ``unsloth train`` (unsloth_cli/config.py)."""
 DEFAULTS_OF_LINE: Defaults = {
     "r": 16, "lora_alpha": 16, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "warmup_steps": 5,
     "max_steps": 400, "learning_rate": 2e-4, "weight_decay": 0.01, "model_name": "unsloth/llama-3-8b",
     "dataset": "yahma/alpaca-cleaned",
 }  # fmt: skip
-"""unsloth-cli.py. Its switch --load_in_4bit is off."""
+"""Defaults of unsloth-cli.py. Its switch --load_in_4bit is off."""
 DEFAULTS_OF_CALLS: Defaults = {
     "r": 16, "lora_alpha": 16, "load_in_4bit": True, "learning_rate": 5e-5, "per_device_train_batch_size": 4,
     "gradient_accumulation_steps": 2, "weight_decay": 0.001, "num_train_epochs": 3.0,
 }  # fmt: skip
-"""Calls: get_peft_model, from_pretrained, and TRL's configurations as unsloth/models/rl.py rewrites them."""
+"""Defaults of calls: get_peft_model, from_pretrained, and TRL's configurations as modified by unsloth/models/rl.py."""
 OTHER_FORMATS = ("load_in_8bit", "load_in_16bit", "load_in_fp8", "full_finetuning")
-"""Switches of from_pretrained that take the place of 4 bits."""
+"""Switches of from_pretrained that replace 4-bit loading."""
 
 
 def _read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
@@ -40,7 +40,7 @@ def _read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
 
 
 def _prepare(t: Translator) -> None:
-    """The defaults, which depend on the kind of file."""
+    """Set the defaults, which depend on the kind of file."""
     suffix = t.files.given[0].path.suffix.lower()
     is_yaml = suffix in (".yaml", ".yml", ".json")
     defaults = DEFAULTS_OF_CALLS if suffix in trl.CODE else DEFAULTS_OF_YAML if is_yaml else DEFAULTS_OF_LINE
@@ -55,20 +55,22 @@ def _prepare(t: Translator) -> None:
 
 
 def _mark_headings(t: Translator) -> None:
-    """unsloth-cli.py writes Alpaca's headings around the columns of a dataset, and cuts files into pieces."""
+    """Report that unsloth-cli.py inserts Alpaca's headings around a dataset's columns, and cuts files into pieces."""
     at = "data.sources[0].dataset"
     known = t.values.get(at)
     if known is None:
         return
     is_file = str(known.value).lower().endswith((".txt", ".md", ".json", ".jsonl"))
-    note = "a text that is cut into pieces there" if is_file else "Alpaca's headings there; here the chat template"
+    note = (
+        "Unsloth cuts the text into pieces" if is_file else "Unsloth: Alpaca's headings; lora-rocm: the chat template"
+    )
     t.values[at] = RecipeValue(known.value, known.settings, note)
     for setting in known.settings:
         t.change(setting, note)
 
 
 def _seed(t: Translator, setting: Setting) -> None:
-    """``random_state`` seeds the first weights; the run has ``seed``."""
+    """Translate ``random_state``, which seeds only the initial weights. The run's seed is ``seed``."""
     run = t.given("seed", "random_seed")
     if setting.key == "random_state" and run is not None:
         t.skip(setting, "train.seed is for everything")

@@ -18,7 +18,7 @@ def _alone(key: str, others: tuple[str, ...], off: str) -> RecipeRule:
 
     Args:
         key: the key without effect.
-        others: the keys of which at least one must be set.
+        others: at least one of these keys must be set.
         off: default of the first of ``others``, as YAML.
     """
     named = " or ".join(others)

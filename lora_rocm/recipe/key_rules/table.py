@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.families.spec import FamilySpec
 from lora_rocm.recipe.family_rules import FAMILY_RULES, rules_of_spec
 from lora_rocm.recipe.key_rules import adapter_rules, data_rules, objective_rules, optim_rules, preview_rules, run_rules
@@ -28,7 +28,7 @@ def rules_for(spec: FamilySpec) -> tuple[RecipeRule, ...]:
     return (*RULES, *rules_of_spec(spec), *spec.rules)
 
 
-def rules_of(key: str, registry: FamilyRegistry = PRODUCT) -> tuple[RecipeRule, ...]:
+def rules_of(key: str, registry: FamilyRegistry = FAMILIES) -> tuple[RecipeRule, ...]:
     """Return the rules of all families that read a key ("data.sources[0].path") or any key of a section ("data")."""
     found = {rule.id: rule for spec in registry for rule in rules_for(spec) if rule.reads(key)}
     return tuple(found.values())

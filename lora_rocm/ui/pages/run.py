@@ -16,24 +16,27 @@ from lora_rocm.ui.fields import query_of, text_of
 from lora_rocm.ui.live import live_id
 from lora_rocm.ui.part import Part
 from lora_rocm.ui.rendering import fragment, page, url
-from lora_rocm.ui.run_details import ShownDetails, details_of, log_end, previews_of, result_paths, stories_of
-from lora_rocm.ui.run_list import newest_runs
+from lora_rocm.ui.run_details import ShownDetails, details_of, logs_of, previews_of, result_paths, stories_of
+from lora_rocm.ui.run_list import newest_runs, run_names
 from lora_rocm.ui.security import SANDBOX_POLICY
 from lora_rocm.ui.thumbnails import MEDIA_TYPE, SIDES_PX, thumbnail
 
 LIST, VIEW = "runs.html.j2", "run.html.j2"
-ROUNDS = 12
-"""Rounds of previews that a page shows at first."""
+ROUNDS, OTHERS = 12, 100
+"""Rounds of previews that a page shows at first, and runs with which it can be compared."""
 
 
 def listed(request: Request) -> Response:
     """The list of runs."""
-    return page(request, LIST, runs=newest_runs(context_of(request).folders))
+    archived = "archived" in request.query_params
+    return page(request, LIST, runs=newest_runs(context_of(request).folders, archived=archived), archived=archived)
 
 
 def listed_again(request: Request) -> Response:
     """The rows of the list, again."""
-    return fragment(request, LIST, "runs", runs=newest_runs(context_of(request).folders))
+    archived = "archived" in request.query_params
+    runs = newest_runs(context_of(request).folders, archived=archived)
+    return fragment(request, LIST, "runs", runs=runs, archived=archived)
 
 
 def view(request: Request) -> Response:
@@ -41,7 +44,7 @@ def view(request: Request) -> Response:
     ui, run_dir = context_of(request), _run(request)
     name = ui.folders.name_of(run_dir.path)
     live = url("/live", **{"run": name, "from": live_id(run_dir)})
-    others = [run for run in newest_runs(ui.folders, 40) if run.listed.path != run_dir.path]
+    others = [pair for pair in run_names(ui.folders, OTHERS) if pair[0] != name]
     shown = _details(request, run_dir)
     return page(request, VIEW, live=live, run=shown, name=name, others=others, stories=stories_of(shown.view))
 
@@ -113,8 +116,8 @@ def report(request: Request) -> Response:
 
 
 def log(request: Request) -> Response:
-    """The end of the worker's log."""
-    return fragment(request, VIEW, "log", log=log_end(_run(request)))
+    """The ends of the workers' logs."""
+    return fragment(request, VIEW, "log", logs=logs_of(_run(request)))
 
 
 def recipe(request: Request) -> Response:
@@ -139,7 +142,7 @@ def stop(request: Request) -> Response:
 
 
 def resume(request: Request) -> Response:
-    """Continue the run in a process of its own."""
+    """Continue the run in its own process."""
     ui = context_of(request)
     ui.launches.resume(_run(request), ui.folders.working)
     return state(request)
@@ -176,7 +179,7 @@ def _run(request: Request) -> RunDir:
 
 
 def _file(request: Request) -> Path:
-    """Return a file in the run, whose links stay in the run's directory.
+    """Return a file in the run. Links that leave the run's directory are refused.
 
     Raises:
         UserError: outside-folders: it is outside.

@@ -23,9 +23,7 @@ def start(request: Request) -> Response:
 
 def machine_line(request: Request) -> Response:
     """The machine's line, with the worst finding of ``doctor``."""
-    found = examined()
-    worst = next((each for each in found.findings if each.level != "note"), None)
-    return fragment(request, TEMPLATE, "machine", examined=found, worst=worst)
+    return fragment(request, TEMPLATE, "machine", examined=examined())
 
 
 def runs(request: Request) -> Response:

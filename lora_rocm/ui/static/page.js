@@ -1,21 +1,52 @@
 // What every page needs: the live stream, the switch of colours, and buttons that copy.
 
-/** The live stream of this tab. Each name in a message becomes an event "live:NAME" of the body; steps are in detail. */
-function openStream(address) {
+/**
+ * The live stream of this tab. Each name in a message becomes an event "live:NAME" of the body; steps are in its detail.
+ * A hidden tab has no stream: a browser opens only six connections to a server, and tabs that nobody sees would take
+ * them all. When it is shown again, it continues at its place.
+ */
+function follow(address) {
   const lost = document.getElementById("live-lost");
-  const stream = new EventSource(address);
-  stream.addEventListener("open", () => { lost.hidden = true; });
-  stream.addEventListener("error", () => {
-    lost.hidden = false;
-    if (stream.readyState === EventSource.CLOSED) setTimeout(() => openStream(address), 3000);
-  });
-  stream.addEventListener("live", (message) => {
-    const { changed, steps } = JSON.parse(message.data);
-    for (const name of changed) {
-      document.body.dispatchEvent(new CustomEvent(`live:${name}`, { detail: { steps } }));
+  let stream = null;
+  let place = null;
+  const announce = (name, steps = []) => {
+    document.body.dispatchEvent(new CustomEvent(`live:${name}`, { detail: { steps } }));
+  };
+  const open = () => {
+    const url = new URL(address, location.href);
+    if (place) url.searchParams.set("from", place);
+    stream = new EventSource(url);
+    stream.addEventListener("open", () => { lost.hidden = true; });
+    stream.addEventListener("error", () => {
+      if (stream === null) return;
+      lost.hidden = false;
+      if (stream.readyState === EventSource.CLOSED) {
+        stream = null;
+        setTimeout(() => { if (!document.hidden && stream === null) open(); }, 3000);
+      }
+    });
+    stream.addEventListener("live", (message) => {
+      place = message.lastEventId;
+      const { changed, steps } = JSON.parse(message.data);
+      for (const name of changed) announce(name, steps);
+    });
+  };
+  const close = () => {
+    stream?.close();
+    stream = null;
+  };
+  document.addEventListener("visibilitychange", () => {
+    if (document.hidden) {
+      close();
+    } else if (stream === null) {
+      open();
+      announce("state");
+      announce("runs");
     }
   });
-  addEventListener("pagehide", () => stream.close(), { once: true });
+  addEventListener("pagehide", close);
+  addEventListener("pageshow", (event) => { if (event.persisted && stream === null) open(); });
+  if (!document.hidden) open();
 }
 
 /** The headers with which a script of this page proves a change: fetch(url, {method: "POST", headers: csrfHeaders()}). */
@@ -60,4 +91,4 @@ theme.addEventListener("change", () => {
   document.body.dispatchEvent(new CustomEvent("theme"));
 });
 
-openStream(document.body.dataset.live);
+follow(document.body.dataset.live);

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from lora_rocm.adapters.adapter_kind import PEFT_NAME
 from lora_rocm.adapters.attach import attach_file, inject
-from lora_rocm.adapters.files.lora_reader import components_of, read_lora
 from lora_rocm.adapters.kinds.lokr import LokrAdapter, LokrConv2d, LokrEntry, LokrLinear
+from lora_rocm.adapters.lora_files.lora_reader import components_of, read_lora
 from lora_rocm.adapters.registry import kind_for
 from lora_rocm.errors import AdapterError, ExportError
 from lora_rocm.export import writers

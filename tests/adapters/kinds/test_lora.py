@@ -293,7 +293,7 @@ def test_using_other_weights_for_a_while(folder: Path) -> None:
     {"targets": EACH_KIND, "use_dora": True, "train_text_encoder": True},
 ])  # fmt: skip
 def test_a_run_can_start_from_any_form(folder: Path, tmp_path: Path, form: str, lora: dict[str, Any]) -> None:
-    """The same effect, whatever alpha the new run has."""
+    """The same effect, for any alpha of the new run."""
     family, adapter, expected = adapted(folder, json.dumps(lora))
     path = exported(form, tmp_path / "lora.safetensors", family, adapter)
     changed = {**lora, "alpha": 16.0, "use_rslora": False, "init_from": str(path)}
@@ -417,7 +417,7 @@ def test_a_dora_of_lycoris_draws_as_its_writer_meant(
         weight = merged.components["unet"].get_submodule(name).weight
         stored, changed = locon(weight.detach(), 3, rng, wd_on_output=wd_on_output[number % len(wd_on_output)])
         weight.data.copy_(changed)
-        tensors |= {f"{family.files.key('unet', name)}.{part}": tensor for part, tensor in stored.items()}
+        tensors |= {f"{family.lora_file_names.key('unet', name)}.{part}": tensor for part, tensor in stored.items()}
     save_file(tensors, tmp_path / "x.safetensors")
     expected = unet_output(merged.components["unet"])
     attach_file(family, bare, tmp_path / "x.safetensors")
@@ -431,7 +431,7 @@ def test_at_strength_zero_the_base_is_drawn(folder: Path, tmp_path: Path, wd_on_
     bare = family.load(torch.float32, CPU)
     base = unet_output(bare.components["unet"])
     stored, _ = locon(torch.ones(16, 16), 3, torch.Generator().manual_seed(5), wd_on_output=wd_on_output)
-    key = family.files.key("unet", MODULES[0])
+    key = family.lora_file_names.key("unet", MODULES[0])
     save_file({f"{key}.{part}": tensor for part, tensor in stored.items()}, tmp_path / "x.safetensors")
     attach_file(family, bare, tmp_path / "x.safetensors", strength=0.0)
     assert torch.equal(unet_output(bare.components["unet"]), base)
@@ -450,7 +450,7 @@ def test_a_plain_module_in_a_dora_file_follows_the_strength(folder: Path, tmp_pa
             weight.data.copy_(halved * stored["dora_scale"] / halved.norm(dim=1, keepdim=True))
         else:
             weight.data.lerp_(changed, 0.5)
-        tensors |= {f"{family.files.key('unet', name)}.{part}": tensor for part, tensor in stored.items()}
+        tensors |= {f"{family.lora_file_names.key('unet', name)}.{part}": tensor for part, tensor in stored.items()}
     save_file(tensors, tmp_path / "x.safetensors")
     attach_file(family, bare, tmp_path / "x.safetensors", strength=0.5)
     expected = unet_output(merged.components["unet"])

@@ -12,9 +12,9 @@ import torch
 
 from lora_rocm.children.bench import loader_child
 from lora_rocm.dataset.sources.folders import source_folder
+from lora_rocm.encoded_cache.cache import LatentCache
+from lora_rocm.encoded_cache.encode_session import Encoding
 from lora_rocm.families.base import family_for
-from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.loader.batches import BatchPlan, prepare
 from lora_rocm.loader.cached_dataset import Orders
 from lora_rocm.loader.worker_pool import WorkerPool, WorkersFailed

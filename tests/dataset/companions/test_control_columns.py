@@ -16,10 +16,10 @@ from pyarrow import parquet
 from lora_rocm.dataset.companions.controls import CONTROL
 from lora_rocm.dataset.rows.hf_datasets import DatasetRow
 from lora_rocm.dataset.sources.scan import Scan, scan
+from lora_rocm.encoded_cache.cache import LatentCache
+from lora_rocm.encoded_cache.encode_session import Encoding
+from lora_rocm.encoded_cache.prepare import prepare
 from lora_rocm.errors import DataError, RecipeError
-from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.encode_session import Encoding
-from lora_rocm.latent_cache.prepare import prepare
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import load_recipe
 from tests.fake_encoders import FakeFamily

@@ -12,7 +12,7 @@ from PIL import Image
 
 from lora_rocm.dataset.companions.masks import MASK, decode_mask, fits, mask_on_grid
 from lora_rocm.dataset.images.buckets import Geometry, choose_bucket
-from lora_rocm.dataset.images.image_io import cut, decode
+from lora_rocm.dataset.images.image_io import decode, resized_crop
 from lora_rocm.dataset.sample_table import Sample
 from lora_rocm.dataset.sources.scan import Scan, scan
 from lora_rocm.errors import DataError
@@ -223,7 +223,7 @@ def test_a_mask_is_cut_as_its_image_is(size: tuple[int, int], flip: bool) -> Non
     pixels_HW[size[1] // 3 : size[1] // 2, size[0] // 5 : size[0] // 2] = 255
     image = Image.fromarray(pixels_HW)
     found_HW = mask_on_grid(pixels_HW, geometry, flip, (8, 8))
-    cut_HW = np.asarray(cut(image, geometry, flip)).astype(np.float64) / 255
+    cut_HW = np.asarray(resized_crop(image, geometry, flip)).astype(np.float64) / 255
     height, width = geometry.target_hw
     wanted_HW = cut_HW.reshape(height // 8, 8, width // 8, 8).mean(axis=(1, 3))
     assert found_HW.shape == (height // 8, width // 8) and found_HW.dtype == np.float32

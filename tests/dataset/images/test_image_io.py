@@ -8,7 +8,14 @@ import pytest
 from PIL import Image, ImageCms, ImageFile, PngImagePlugin
 
 from lora_rocm.dataset.images.buckets import Geometry, choose_bucket
-from lora_rocm.dataset.images.image_io import UnreadableImage, cut, decode, is_dark, read_header, readable_extensions
+from lora_rocm.dataset.images.image_io import (
+    UnreadableImage,
+    decode,
+    is_dark,
+    read_header,
+    readable_extensions,
+    resized_crop,
+)
 from tests.wording import saying
 
 RED, GREEN = (255, 0, 0), (0, 255, 0)
@@ -249,7 +256,7 @@ def test_extensions() -> None:
 def test_cut_scales_and_crops_and_mirrors() -> None:
     image = left_red(300, 100)
     geometry = choose_bucket(300, 100, 64, 16, 2.0, True, False)
-    plain, mirrored = cut(image, geometry, False), cut(image, geometry, True)
+    plain, mirrored = resized_crop(image, geometry, False), resized_crop(image, geometry, True)
     assert plain.size == mirrored.size == geometry.target_hw[::-1]
     assert near(plain.getpixel((1, 5)), RED) and near(mirrored.getpixel((1, 5)), GREEN)
 
@@ -258,8 +265,8 @@ def test_the_crop_lies_where_the_geometry_says_in_both_variants() -> None:
     image = Image.new("RGB", (5, 4), GREEN)
     image.putpixel((1, 0), RED)  # in the mirrored image at 3
     geometry = Geometry((4, 5), (4, 5), (0, 1), (4, 3))
-    assert cut(image, geometry, False).getpixel((0, 0)) == RED
-    assert cut(image, geometry, True).getpixel((2, 0)) == RED
+    assert resized_crop(image, geometry, False).getpixel((0, 0)) == RED
+    assert resized_crop(image, geometry, True).getpixel((2, 0)) == RED
 
 
 def test_twelve_bits_that_a_tiff_declares_are_taken_for_what_they_are() -> None:

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from lora_rocm.dataset.images.buckets import Geometry
-from lora_rocm.dataset.images.image_io import cut
+from lora_rocm.dataset.images.image_io import resized_crop
 from lora_rocm.dataset.images.views import (
     MOST_GAMMA,
     MOST_HUE_STEPS,
@@ -79,10 +79,10 @@ def test_what_is_used_lies_in_the_given_crop(x: int, y: int, width: int, height:
     sample, found = geometry(300, 200, Given(crop=(x, y, width, height)), random_crop=random_crop, flip_aug=True)
     assert found.original_hw == (200, 300) and max(found.target_hw) <= 128
     for view in views_of(sample.options):
-        seen = np.asarray(cut(image, view_geometry(found, sample, view), view.flip))
+        seen = np.asarray(resized_crop(image, view_geometry(found, sample, view), view.flip))
         assert seen[2:-2, 2:-2].min() > 200, "within a pixel or two, all of it is white"
     _, whole = geometry(300, 200)
-    assert np.asarray(cut(image, whole, False)).min() == 0, "the control: without the crop black is seen"
+    assert np.asarray(resized_crop(image, whole, False)).min() == 0, "the control: without the crop black is seen"
     (top, left), size = window(found, sample.given.crop)
     assert top + size[0] <= found.resized_hw[0] and left + size[1] <= found.resized_hw[1]
 

@@ -14,14 +14,14 @@ from diffusers.modular_pipelines.anima.encoders import AnimaTextEncoderStep
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lora_rocm.adapters.files.lora_reader import read_lora
+from lora_rocm.adapters.lora_files.lora_reader import read_lora
 from lora_rocm.dataset.entry_spec import CAPTION
+from lora_rocm.encoded_cache.encode_session import plain_placement
 from lora_rocm.errors import AdapterError, ModelError
 from lora_rocm.families.anima.encoders import MAX_TOKENS, STATES
 from lora_rocm.families.anima.family import Anima
 from lora_rocm.families.base import LoadedModel
-from lora_rocm.families.common.objectives.loss import losses
-from lora_rocm.latent_cache.encode_session import plain_placement
+from lora_rocm.families.objectives.loss import losses
 from tests.families.common.dit.cases import Anima as Case
 from tests.families.common.dit.cases import with_configs
 from tests.families.common.dit.original_names import of_anima

@@ -16,7 +16,7 @@ from lora_rocm.export.metadata import RunFacts
 from lora_rocm.export.writers import verify, write
 from lora_rocm.families.causal_lm.family import CausalLM
 from lora_rocm.families.causal_lm.objective import IGNORED
-from lora_rocm.families.common.objectives.loss import LOSS_MASK
+from lora_rocm.families.objectives.loss import LOSS_MASK
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 

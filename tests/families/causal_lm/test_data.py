@@ -21,14 +21,14 @@ from lora_rocm.dataset.rows.records import read
 from lora_rocm.dataset.rows.row_reference import separated
 from lora_rocm.dataset.sources import text_scan
 from lora_rocm.dataset.sources.text_scan import count_texts, find_samples
+from lora_rocm.encoded_cache.cache import LatentCache
+from lora_rocm.encoded_cache.encode_session import Encoding
+from lora_rocm.encoded_cache.prepare import Prepared, choose_held_out, prepare
 from lora_rocm.errors import DataError
 from lora_rocm.families.base import family_for
 from lora_rocm.families.causal_lm.chat import ChatTokenizer
 from lora_rocm.families.causal_lm.objective import IGNORED
 from lora_rocm.families.causal_lm.spec import LanguageSection
-from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.encode_session import Encoding
-from lora_rocm.latent_cache.prepare import Prepared, choose_held_out, prepare
 from lora_rocm.planning.data_plan import plan_texts
 from lora_rocm.processes.job_file import to_json
 from lora_rocm.recipe.kinds import recipe_from

@@ -22,7 +22,7 @@ from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import RecipeError
 from lora_rocm.families.base import ComparesWithStart, LoadedModel, Tensors
 from lora_rocm.families.causal_lm.family import CausalLM
-from lora_rocm.families.common.objectives.loss import losses, measured
+from lora_rocm.families.objectives.loss import losses, measured
 from lora_rocm.loader.cached_dataset import together
 from lora_rocm.recipe.load import dump_recipe, load_recipe
 from lora_rocm.recipe.schema import Recipe

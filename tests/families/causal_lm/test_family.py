@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from lora_rocm.errors import ModelError
 from lora_rocm.families.causal_lm.family import CausalLM
 from lora_rocm.families.causal_lm.objective import IGNORED, Head, token_distance
-from lora_rocm.families.common.objectives.loss import LOSS_MASK, losses
+from lora_rocm.families.objectives.loss import LOSS_MASK, losses
 from lora_rocm.rundir.layout import RunDir
 from tests.families.causal_lm.adapted import CLOSE, CPU, TOKENS, Adapted, batch, off, recipe_of, reference
 from tests.tiny_llm import MODELS, write_tiny_gpt_oss, write_tiny_llm

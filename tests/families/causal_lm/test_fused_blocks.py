@@ -16,8 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from lora_rocm.families.causal_lm.architecture import decoder
 from lora_rocm.families.causal_lm.fused_blocks import FusedDecoderLayer, fuse
 from lora_rocm.families.causal_lm.objective import IGNORED, FusedHead, Head, fuse_head, token_distance
-from lora_rocm.families.common.objectives.loss import losses
 from lora_rocm.families.common.recompute import Recomputing
+from lora_rocm.families.objectives.loss import losses
 from tests.families.causal_lm.test_family import Adapted, batch, off, recipe_of
 from tests.tiny_llm import MODELS, write_tiny_llm
 

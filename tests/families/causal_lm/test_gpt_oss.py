@@ -17,7 +17,7 @@ from lora_rocm.errors import ModelError
 from lora_rocm.export.merged import write_merged
 from lora_rocm.families.causal_lm.family import CausalLM
 from lora_rocm.families.causal_lm.objective import IGNORED
-from lora_rocm.families.common.objectives.loss import LOSS_MASK, losses
+from lora_rocm.families.objectives.loss import LOSS_MASK, losses
 from lora_rocm.kernels.weight_format import DENSE
 from lora_rocm.memory.footprint import count, meta_model
 from lora_rocm.memory.op_counter import Ledger

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from lora_rocm.base_models.loading import builtin_folder
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import family_for
-from lora_rocm.families.registry import PRODUCT, FamilyRegistry
+from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.recipe.kinds import recipe_from
 from tests.tiny_anima import write_tiny_anima
 from tests.tiny_flux import write_tiny_flux
@@ -44,14 +44,14 @@ FOLDERS: dict[str, Callable[[Path], object]] = {
     "anima": write_tiny_anima,
     "causal-lm": lambda folder: shutil.copytree(builtin_folder("builtin:tiny-llama"), folder),
 }
-PAIRS = list(permutations(PRODUCT.names, 2))
+PAIRS = list(permutations(FAMILIES.names, 2))
 
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
     """(family, "file" or "folder") -> a base."""
     folder, found = tmp_path_factory.mktemp("bases"), {}
-    for name in PRODUCT.names:
+    for name in FAMILIES.names:
         found[name, "file"], found[name, "folder"] = folder / f"{name}.safetensors", folder / name
         save_file({tensor: torch.zeros(1) for tensor in OF_FILES[name]}, found[name, "file"])
         FOLDERS[name](found[name, "folder"])
@@ -61,7 +61,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Pat
     return found
 
 
-def refusal(family: str, base: Path, registry: FamilyRegistry = PRODUCT) -> ModelError:
+def refusal(family: str, base: Path, registry: FamilyRegistry = FAMILIES) -> ModelError:
     model = {"family": family, "name_or_path": str(base)}
     recipe = recipe_from({"model": model, "data": {"path": "."}, "train": {"max_train_steps": 1}}, registry)
     with pytest.raises(ModelError) as caught:
@@ -75,15 +75,15 @@ def test_a_base_of_another_family_is_named(
     bases: dict[tuple[str, str], Path], given: str, wanted: str, kind: str
 ) -> None:
     error = refusal(wanted, bases[given, kind])
-    assert error.code == "wrong-family" and PRODUCT[wanted].title in error.what
+    assert error.code == "wrong-family" and FAMILIES[wanted].title in error.what
     assert f"model.family: {given}" in error.fix, (error.what, error.fix)
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-@pytest.mark.parametrize("wanted", PRODUCT.names)
+@pytest.mark.parametrize("wanted", FAMILIES.names)
 def test_only_families_that_can_be_chosen_are_named(bases: dict[tuple[str, str], Path], wanted: str, kind: str) -> None:
-    alone = FamilyRegistry([PRODUCT[wanted]])
-    for given in PRODUCT.names:
+    alone = FamilyRegistry([FAMILIES[wanted]])
+    for given in FAMILIES.names:
         if given != wanted:
             error = refusal(wanted, bases[given, kind], alone)
             assert error.code == "wrong-family" and "model.family:" not in error.fix, (given, error.fix)

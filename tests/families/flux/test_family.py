@@ -12,16 +12,16 @@ from diffusers import FluxPipeline
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lora_rocm.adapters.files.lora_reader import components_of, read_lora
+from lora_rocm.adapters.lora_files.lora_reader import components_of, read_lora
 from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.dataset.entry_spec import CAPTION
+from lora_rocm.encoded_cache.encode_session import plain_placement
 from lora_rocm.errors import AdapterError, ModelError
 from lora_rocm.families.base import LoadedModel, Tensors
 from lora_rocm.families.common.dit.packing import packed, places, unpacked
-from lora_rocm.families.common.objectives.loss import losses
 from lora_rocm.families.flux.encoders import POOLED, STATES
 from lora_rocm.families.flux.family import LAYOUT, LAYOUT_SCHNELL, Flux
-from lora_rocm.latent_cache.encode_session import plain_placement
+from lora_rocm.families.objectives.loss import losses
 from tests.families.common.dit.original_names import of_flux
 from tests.tiny_flux import CHANNELS, CLIP_WIDTH, T5_WIDTH, tiny_transformer, write_tiny_flux
 from tests.tiny_models import tiny_recipe

@@ -19,11 +19,11 @@ from lora_rocm.errors import DataError
 from lora_rocm.families.base import PreviewRequest
 from lora_rocm.families.common.dit.packing import packed, places, unpacked
 from lora_rocm.families.common.dit.sampling import denoised
-from lora_rocm.families.common.objectives.base import CONTROL_LATENTS
-from lora_rocm.families.common.objectives.loss import losses
 from lora_rocm.families.common.vae import encode_control
 from lora_rocm.families.flux import family as module
 from lora_rocm.families.flux.encoders import POOLED, STATES
+from lora_rocm.families.objectives.base import CONTROL_LATENTS
+from lora_rocm.families.objectives.loss import losses
 from tests.families.common.dit.cases import adapted
 from tests.families.flux.test_family import CPU, base, family_of, random_text
 from tests.tiny_flux import CHANNELS

@@ -16,11 +16,11 @@ from torch import Tensor
 from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.dataset.shape import SampleShape
+from lora_rocm.encoded_cache.encode_session import plain_placement
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import PreviewRequest, family_for
-from lora_rocm.families.common.objectives.loss import losses
+from lora_rocm.families.objectives.loss import losses
 from lora_rocm.families.sd.family import LAYOUT_SD2, LAYOUT_SD15, TELLING_BIAS, Sd2, Sd15
-from lora_rocm.latent_cache.encode_session import plain_placement
 from tests.tiny_models import SHALLOW, drawn_by, scheduler_config, tiny_recipe, write_tiny_sdxl
 from tests.tiny_sd import SHALLOW_SD, WIDTH, Version, tiny_sd, write_sd_configs, write_single_sd, write_tiny_sd
 
@@ -218,6 +218,6 @@ def test_module_names_are_those_of_kohya() -> None:
     family = Sd15(tiny_recipe("any", model={"family": "sd15"}))
     module = "down_blocks.0.attentions.1.transformer_blocks.0.attn1.to_out.0"
     expected = "lora_unet_down_blocks_0_attentions_1_transformer_blocks_0_attn1_to_out_0"
-    assert family.files.key("unet", module) == expected
+    assert family.lora_file_names.key("unet", module) == expected
     for path in ("encoder.layers.0.mlp.fc1", "text_model.encoder.layers.0.mlp.fc1"):
-        assert family.files.key("text_encoder", path) == "lora_te_text_model_encoder_layers_0_mlp_fc1"
+        assert family.lora_file_names.key("text_encoder", path) == "lora_te_text_model_encoder_layers_0_mlp_fc1"

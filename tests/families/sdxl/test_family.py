@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lora_rocm.dataset.entry_spec import CAPTION
+from lora_rocm.encoded_cache.encode_session import plain_placement
 from lora_rocm.families.base import LoadedModel, family_for
-from lora_rocm.families.common.objectives.loss import losses
+from lora_rocm.families.objectives.loss import losses
 from lora_rocm.families.sdxl.family import Sdxl
-from lora_rocm.latent_cache.encode_session import plain_placement
 from tests.tiny_models import scheduler_config, tiny_recipe, write_tiny_sdxl
 
 CPU = torch.device("cpu")

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from lora_rocm.dataset.captions.caption_length import TokenLimit
 from lora_rocm.dataset.entry_spec import EntrySpec
 from lora_rocm.families.base import Drawn, Encode, Encoder, Inputs, LoadedModel, PreviewRequest, Tensors
-from lora_rocm.families.common.objectives.base import Draws, Prediction, generators, normal
 from lora_rocm.families.common.recompute import Recomputing
-from lora_rocm.families.lora_names import FileNames
+from lora_rocm.families.lora_file_names import LoraFileNames
+from lora_rocm.families.objectives.base import Draws, Prediction, generators, normal
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
 from lora_rocm.recipe.schema import Recipe
 
@@ -75,7 +75,7 @@ class ToyFamily(ABC):
         self.recipe = recipe
         self.all_components = (self.component,)
         self.encoder_dtypes: Mapping[str, torch.dtype] = {}
-        self.files = FileNames({self.component: "lora_unet_"}, "kohya", kohya_key, self.load_in_diffusers)
+        self.lora_file_names = LoraFileNames({self.component: "lora_unet_"}, "kohya", kohya_key, self.load_in_diffusers)
         self.lora_targets = {"attention-mlp": {self.component: self.targets}}
 
     @abstractmethod

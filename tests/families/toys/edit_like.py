@@ -16,12 +16,12 @@ from torch.nn.functional import avg_pool2d
 from lora_rocm.dataset.companions.controls import control_name
 from lora_rocm.dataset.entry_spec import IMAGE, EntrySpec, TensorSpec
 from lora_rocm.dataset.images.buckets import covering
-from lora_rocm.dataset.images.image_io import cut
+from lora_rocm.dataset.images.image_io import resized_crop
 from lora_rocm.dataset.shape import SampleShape
+from lora_rocm.encoded_cache.controls import control_latents
+from lora_rocm.encoded_cache.image_preprocess import pixels_of
 from lora_rocm.families.base import Encoder, Inputs, LoadedModel, PreviewRequest, Tensors
-from lora_rocm.families.common.objectives.base import MEAN
-from lora_rocm.latent_cache.controls import control_latents
-from lora_rocm.latent_cache.image_preprocess import pixels_of
+from lora_rocm.families.objectives.base import MEAN
 from tests.families.toys.base import ToyEncoder
 from tests.families.toys.flux_like import CHANNELS, STRIDE_PX, FluxLike, packed, places
 
@@ -64,7 +64,7 @@ class EditLike(FluxLike):
         with Image.open(path) as file:
             image = file.convert("RGB")
         size_hw = image.height // MULTIPLE_PX * MULTIPLE_PX, image.width // MULTIPLE_PX * MULTIPLE_PX
-        pixels_CHW = pixels_of(cut(image, covering((image.height, image.width), size_hw), flip=False))
+        pixels_CHW = pixels_of(resized_crop(image, covering((image.height, image.width), size_hw), flip=False))
         return self._mean({IMAGE: pixels_CHW})[MEAN]
 
     def velocity(self, model: LoadedModel, x: Tensor, sigma_B: Tensor, batch: Tensors) -> Tensor:

@@ -18,9 +18,9 @@ from lora_rocm.dataset.captions.caption_length import TokenLimit
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, Pad, TensorSpec
 from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.families.base import Encoder, Inputs, LoadedModel, PreviewRequest, Tensors
-from lora_rocm.families.common.objectives.base import Draws, Prediction
-from lora_rocm.families.common.objectives.loss import LOSS_MASK
 from lora_rocm.families.common.recompute import Recomputing
+from lora_rocm.families.objectives.base import Draws, Prediction
+from lora_rocm.families.objectives.loss import LOSS_MASK
 from lora_rocm.recipe.schema import Recipe
 from tests.fake_encoders import letter_limit
 from tests.families.toys.base import ToyEncoder, ToyFamily

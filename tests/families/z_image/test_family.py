@@ -15,16 +15,16 @@ from torch import Tensor
 
 from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.dataset.entry_spec import CAPTION
+from lora_rocm.encoded_cache.cache import LatentCache
+from lora_rocm.encoded_cache.encode_session import Encoding, plain_placement
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import LoadedModel, Tensors
 from lora_rocm.families.common.caption_lm import OWN, REAL, STATES, filled
-from lora_rocm.families.common.objectives.loss import losses
 from lora_rocm.families.common.tokenizers import load_tokenizer, token_ids, token_limit
+from lora_rocm.families.objectives.loss import losses
 from lora_rocm.families.z_image import family as module
 from lora_rocm.families.z_image.family import LAYOUT, MAX_TOKENS, TEMPLATE, ZImage
 from lora_rocm.families.z_image.forward import predicted
-from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.encode_session import Encoding, plain_placement
 from lora_rocm.loader.batches import BatchPlan, loader, open_workers, prepare
 from tests.fake_encoders import image
 from tests.tiny_models import tiny_recipe

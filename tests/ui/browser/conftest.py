@@ -24,7 +24,7 @@ TIMEOUT_MS = 10_000
 
 @dataclass
 class Tab:
-    """A tab of the browser that has opened the server's link.
+    """A tab of the browser with the server's cookie.
 
     ``page`` is Playwright's page. ``folder`` is the server's folder, which all tests of a process share, so a test
     makes its own runs and files. ``faults`` has errors of scripts and of the policy; a test fails if there are any.
@@ -90,13 +90,15 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageServer]:
     """The server of this process."""
-    folder = tmp_path_factory.mktemp("my models")
+    folder, before = tmp_path_factory.mktemp("my models"), Path.cwd()
+    os.chdir(folder)
     with PageServer.listening(folder, Path("runs"), "127.0.0.1", 0) as made:
         thread = threading.Thread(target=made.serve, daemon=True)
         thread.start()
         yield made
         made.stop()
         thread.join(10)
+    os.chdir(before)
 
 
 @pytest.fixture
@@ -108,7 +110,8 @@ def tab(browser: Any, server: PageServer) -> Iterator[Tab]:
     made = Tab(page, server)
     page.on("pageerror", lambda error: made.faults.append(str(error)))
     page.on("console", lambda line: made.faults.append(line.text) if line.type == "error" else None)
-    page.goto(server.link)
+    access = server.context.access
+    profile.add_cookies([{"name": access.cookie_name, "value": access.cookie, "url": made.address}])
     yield made
     profile.close()
     assert not made.faults

@@ -25,6 +25,12 @@ def test_a_page_is_accessible_and_fits(path: str, tab: Tab) -> None:
     assert tab.axe() == [], f"{path} at 360 px"
 
 
+def test_the_link_opens_the_page_and_its_token_disappears(tab: Tab) -> None:
+    tab.page.context.clear_cookies()
+    tab.page.goto(tab.server.link)
+    assert tab.page.url == f"{tab.address}/" and tab.page.get_by_role("heading", name="Start").is_visible()
+
+
 def test_the_keyboard_reaches_the_content_and_every_part(tab: Tab) -> None:
     page = tab.open("/")
     page.keyboard.press("Tab")
@@ -65,6 +71,17 @@ def test_the_policy_stops_scripts_in_the_page(tab: Tab) -> None:
     assert page.title() != "harmed"
     assert any("Content Security Policy" in fault for fault in tab.faults)
     tab.faults.clear()
+
+
+def test_the_page_names_a_lost_server_and_connects_again(tab: Tab) -> None:
+    page = tab.open("/runs")
+    page.route("**/live*", lambda route: route.abort())
+    tab.server.context.live.close()  # as if it ended
+    page.locator("#live-lost").wait_for()
+    tab.server.context.live = type(tab.server.context.live)(tab.server.context.folders)
+    page.unroute("**/live*")
+    page.locator("#live-lost").wait_for(state="hidden", timeout=20_000)
+    tab.faults.clear()  # the browser reports the lost connection
 
 
 def test_a_new_run_appears_without_a_reload(tab: Tab) -> None:

@@ -62,8 +62,8 @@ def _fix(spec: FamilySpec) -> str:
 def names_of(name: str, title: str) -> list[str]:
     """Return names of a base in lower case: the last part of its path or hub id, then names of the folders above.
 
-    Of the two folders above, those are returned that also name the model ("FLUX.1-schnell", but not "dev"). Folders
-    above the user's home directory are ignored.
+    Only the two nearest folders are considered, and only those are returned that also name the model ("FLUX.1-schnell",
+    but not "dev"). Folders above the user's home directory are ignored.
 
     Args:
         name: path or hub id of the base.
@@ -86,8 +86,8 @@ def called_otherwise(source: BaseSource, spec: FamilySpec, variant: str, names: 
         source: the base.
         spec: the base's family.
         variant: value of ``model.variant``.
-        names: names of the variants. The first one found in the last part of the path counts, or else in a folder
-            above. A name that is followed by a letter does not count.
+        names: names of the variants. The last part of the path is searched first, then the folders above it; the first
+            name found counts. A name directly followed by a letter is ignored.
     """
     called = names_of(source.name, spec.title)
     found = (each for part in called for each in names if re.search(rf"{each}(?![a-z])", part))

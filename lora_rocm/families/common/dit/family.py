@@ -21,11 +21,11 @@ from lora_rocm.families.common.caption_lm import DTYPE
 from lora_rocm.families.common.dit import detect
 from lora_rocm.families.common.dit.sampling import sample_images
 from lora_rocm.families.common.latent_family import LatentFamily
-from lora_rocm.families.common.objectives import schedulers
-from lora_rocm.families.common.objectives.base import Prediction
-from lora_rocm.families.common.objectives.flow import FlowObjective
 from lora_rocm.families.common.recompute import Recomputing
-from lora_rocm.families.lora_names import FileNames
+from lora_rocm.families.lora_file_names import LoraFileNames
+from lora_rocm.families.objectives import schedulers
+from lora_rocm.families.objectives.base import Prediction
+from lora_rocm.families.objectives.flow import FlowObjective
 from lora_rocm.families.spec import TransformerSection
 from lora_rocm.kernels.backend import Implementation, implementation_for
 from lora_rocm.kernels.quantised import quantised
@@ -42,7 +42,7 @@ class TransformerFamily(LatentFamily):
 
     Attributes:
         pipeline: diffusers class that loads LoRA files.
-        prefixes: see ``FileNames``.
+        prefixes: see ``LoraFileNames``.
         reader_options: additional arguments of the pipeline's ``load_lora_into_transformer``.
         block_lists: lengths of the first recomputed segments (found by counting memory) by the path of a block list in
             the transformer, in forward order. They apply if all blocks are recomputed; see ``Recomputing.segments``.
@@ -94,9 +94,13 @@ class TransformerFamily(LatentFamily):
         return quantised(self.recipe.model.text_encoder_quantization, self.language_layers)
 
     @cached_property
-    def files(self) -> FileNames:
-        """Names in LoRA files: a prefix followed by the module's name in diffusers."""
-        return FileNames(self.prefixes, "folded", lambda part, name: self.prefixes[part] + name, self.load_in_diffusers)
+    def lora_file_names(self) -> LoraFileNames:
+        """Names in LoRA files: a prefix followed by the module's name in diffusers, as ComfyUI reads them."""
+
+        def comfyui_key(component: str, module: str) -> str:
+            return self.prefixes[component] + module
+
+        return LoraFileNames(self.prefixes, "folded", comfyui_key, self.load_in_diffusers)
 
     def check_file(self, header: TensorFileHeader) -> None:
         detect.check_file(header, self.recipe.model.name_or_path, self.recipe.spec, self.recipe.registry)

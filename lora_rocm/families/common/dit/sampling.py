@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.families.base import LoadedModel, PreviewRequest, Tensors
-from lora_rocm.families.common.objectives.base import CONTROL_LATENTS, LatentSpace
-from lora_rocm.families.common.objectives.flow import published_shift, shifted
 from lora_rocm.families.common.recompute import evaluating
 from lora_rocm.families.common.vae import decode, encode_control, pixels_per_latent
+from lora_rocm.families.objectives.base import CONTROL_LATENTS, LatentSpace
+from lora_rocm.families.objectives.flow import published_shift, shifted
 
 GUIDANCE = "guidance"  # name in the batch of the guidance [B], float32, that a preview asks for
 

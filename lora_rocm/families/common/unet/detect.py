@@ -15,17 +15,17 @@ from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.base_models.meta_components import defaults_of
 from lora_rocm.errors import ModelError
 from lora_rocm.families.common.component_check import MAX_NAMED, check_component
-from lora_rocm.families.common.objectives import ddpm
 from lora_rocm.families.common.unet import inpainting
 from lora_rocm.families.common.unet.original_names import unused_tensors
 from lora_rocm.families.common.unet.sampling import scheduler_of
 from lora_rocm.families.common.wrong_family import recognised_folder, wrong_family
+from lora_rocm.families.objectives import ddpm
 from lora_rocm.families.registry import FamilyRegistry
 from lora_rocm.foundation.terminal_text import printable
-from lora_rocm.model_files.adapters import kind_of
 from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, Config, read_config
 from lora_rocm.model_files.header import PICKLE_SUFFIXES, TensorFileHeader
 from lora_rocm.model_files.models import PARTS, model_of, models_in, pipeline_of
+from lora_rocm.model_files.recognise_adapter import kind_of
 
 UNET_PREFIX = "model.diffusion_model."
 MAX_TIMESTEPS = 100_000

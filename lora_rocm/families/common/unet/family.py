@@ -19,14 +19,14 @@ from lora_rocm.dataset.captions.caption_length import TokenLimit
 from lora_rocm.families.base import Encoder, LoadedModel, PreviewRequest, Tensors
 from lora_rocm.families.common import clip
 from lora_rocm.families.common.latent_family import LatentFamily
-from lora_rocm.families.common.objectives import schedulers
-from lora_rocm.families.common.objectives.base import SEEN_LATENTS, Prediction
-from lora_rocm.families.common.objectives.ddpm import DdpmObjective, DdpmSettings, check_weighting
 from lora_rocm.families.common.recompute import Recomputing
-from lora_rocm.families.common.unet import detect, fused_unet, inpainting, kohya_keys
+from lora_rocm.families.common.unet import detect, fused_unet, inpainting, lora_file_names
 from lora_rocm.families.common.unet.sampling import sample_images
 from lora_rocm.families.common.vae import VaeEncoder
-from lora_rocm.families.lora_names import FileNames, Rows
+from lora_rocm.families.lora_file_names import LoraFileNames, Rows
+from lora_rocm.families.objectives import schedulers
+from lora_rocm.families.objectives.base import SEEN_LATENTS, Prediction
+from lora_rocm.families.objectives.ddpm import DdpmObjective, DdpmSettings, check_weighting
 from lora_rocm.families.spec import CheckpointSection
 from lora_rocm.kernels.backend import implementation_for
 
@@ -46,7 +46,7 @@ class LdmFamily(LatentFamily):
     Attributes:
         expected: properties by which the family's models are recognised.
         pipeline: diffusers class that loads LoRA files and samples previews.
-        prefixes: see ``FileNames``.
+        prefixes: see ``LoraFileNames``.
         token_names: names in the batch of the token ids, one for each text encoder.
     """
 
@@ -82,24 +82,24 @@ class LdmFamily(LatentFamily):
 
     @property
     def lora_targets(self) -> Mapping[str, Mapping[str, str]]:
-        text = dict.fromkeys(self.text_components, kohya_keys.TEXT)
-        return {preset: {"unet": pattern, **text} for preset, pattern in kohya_keys.UNET_TARGETS.items()}
+        text = dict.fromkeys(self.text_components, lora_file_names.TEXT)
+        return {preset: {"unet": pattern, **text} for preset, pattern in lora_file_names.UNET_TARGETS.items()}
 
     @abstractmethod
     def kohya_key(self, component: str, module: str) -> str:
-        """Return a module's name in kohya's format, as ``FileNames.key``."""
+        """Return a module's name in kohya's format (see ``LoraFileNames.key``)."""
 
     @cached_property
-    def files(self) -> FileNames:
+    def lora_file_names(self) -> LoraFileNames:
         def original(component: str, module: str, rows: int) -> Rows:
             if component != self.component:
                 return ()
-            return ((kohya_keys.sgm_name(module, self.source.config(component)), 0, rows),)
+            return ((lora_file_names.sgm_name(module, self.source.config(component)), 0, rows),)
 
         def scripts(component: str, module: str, rows: int) -> Rows:
             return ((self.kohya_key(component, module), 0, rows),)  # kohya's scripts read kohya's names
 
-        return FileNames(self.prefixes, "kohya", self.kohya_key, self._load_in_diffusers, original, scripts)
+        return LoraFileNames(self.prefixes, "kohya", self.kohya_key, self._load_in_diffusers, original, scripts)
 
     def check(self, source: BaseSource) -> tuple[str, ...]:
         notices, config = detect.check(source, self.expected, self.recipe.registry), self._scheduler_config(source)

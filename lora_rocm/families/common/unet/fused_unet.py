@@ -120,7 +120,7 @@ class FusedResnet(ResnetBlock2D):
         return plain and module.output_scale_factor == 1 and isinstance(module.nonlinearity, nn.SiLU)
 
     def forward(self, x_BCHW: Tensor, temb_BD: Tensor, skip_BCHW: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """As in the base class. ``skip_BCHW`` is concatenated to the channels of ``x_BCHW``."""
+        """Same as in the base class. ``skip_BCHW`` is concatenated to the channels of ``x_BCHW``."""
         if skip_BCHW is not None:
             x_BCHW = torch.cat([x_BCHW, skip_BCHW], dim=1)
         if kwargs or (self.dropout.p > 0 and self.dropout.training):
@@ -138,7 +138,10 @@ class FusedResnet(ResnetBlock2D):
 
 
 def _convolved(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return a convolution's output without bias, and its bias. For an adapted layer, the full output and None."""
+    """Return a convolution's output without bias, and its bias.
+
+    For an adapted layer, return the full output and None.
+    """
     if type(conv) in (nn.Conv2d, FrozenConv2d):
         return conv._conv_forward(x, conv.weight, None), conv.bias
     return conv(x), None
@@ -269,7 +272,7 @@ class FusedUpBlock(UpBlock2D):
 
 
 class FusedCrossAttnUpBlock(CrossAttnUpBlock2D):
-    """As ``FusedUpBlock``, with attention after each ResNet."""
+    """Same as ``FusedUpBlock``, but with attention after each ResNet."""
 
     fits = FusedUpBlock.fits
 

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from lora_rocm.dataset.companions.masks import decode_mask, mask_on_grid
 from lora_rocm.dataset.images.buckets import covering
-from lora_rocm.dataset.images.image_io import cut, decode
+from lora_rocm.dataset.images.image_io import decode, resized_crop
 from lora_rocm.dataset.images.preview_images import MISFIT_FIX, misfit
 from lora_rocm.errors import DataError, ModelError
 from lora_rocm.families.base import PreviewRequest
-from lora_rocm.families.common.objectives.base import HIDDEN_MASK
 from lora_rocm.families.common.vae import read_image
+from lora_rocm.families.objectives.base import HIDDEN_MASK
 from lora_rocm.model_files.config_file import Config
 from lora_rocm.recipe.sample_section import SampleSection
 from lora_rocm.recipe.yaml_tree import dotted
@@ -38,7 +38,7 @@ def joined(noisy_BCHW: Tensor, batch: Mapping[str, Tensor], seen_BCHW: Tensor) -
 
 
 def config_changes(config: Config, tensors: Mapping[str, Sequence[int]]) -> dict[str, object]:
-    """As ``Layout.changed``. Recognises an inpainting model without a config by its first layer."""
+    """Implements ``Layout.changed``. Recognises an inpainting model without a config by its first layer."""
     _, channels, *_ = tensors.get(FIRST_LAYER, (0, 0))
     return {"in_channels": CHANNELS} if channels == CHANNELS else {}
 
@@ -78,7 +78,7 @@ def seen_and_hidden(request: PreviewRequest) -> tuple[Tensor, Tensor]:
     geometry = covering((image.height, image.width), (request.height, request.width))
     hidden_HW = mask_on_grid(np.asarray(mask), geometry, False, (1, 1)) >= 0.5
     hidden_1HW = torch.from_numpy(hidden_HW.astype(np.float32))[None]
-    pixels_BCHW: Tensor = VaeImageProcessor(vae_scale_factor=1).preprocess(cut(image, geometry, flip=False))
+    pixels_BCHW: Tensor = VaeImageProcessor(vae_scale_factor=1).preprocess(resized_crop(image, geometry, flip=False))
     return pixels_BCHW[0] * (1.0 - hidden_1HW), hidden_1HW
 
 

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.families.base import LoadedModel, PreviewRequest
-from lora_rocm.families.common.objectives.base import LatentSpace
 from lora_rocm.families.common.recompute import evaluating
 from lora_rocm.families.common.unet import inpainting
 from lora_rocm.families.common.vae import decode, encode, pixels_per_latent
+from lora_rocm.families.objectives.base import LatentSpace
 
 BATCH_PIXELS = 1024 * 1024  # total area of a batch of images of one size
 

@@ -17,13 +17,14 @@ from diffusers.image_processor import VaeImageProcessor
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lora_rocm.adapters.files.lora_reader import components_of, read_lora
-from lora_rocm.adapters.files.module_names import KeyTable
+from lora_rocm.adapters.lora_files.key_table import KeyTable
+from lora_rocm.adapters.lora_files.lora_reader import components_of, read_lora
 from lora_rocm.adapters.targets import targets
 from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.children.check_base import weigh
 from lora_rocm.children.plan import packed_encoders
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
+from lora_rocm.encoded_cache.encode_session import plain_placement
 from lora_rocm.errors import AdapterError, ModelError
 from lora_rocm.export.comfyui_check import apply_comfy
 from lora_rocm.export.metadata import RunFacts
@@ -31,11 +32,10 @@ from lora_rocm.export.writers import kohya_tensors, verify, write
 from lora_rocm.families.base import LoadedModel, PreviewRequest
 from lora_rocm.families.common.caption_lm import STATES
 from lora_rocm.families.common.dit.sampling import denoised
-from lora_rocm.families.common.objectives.loss import losses
 from lora_rocm.families.common.vae import decode
+from lora_rocm.families.objectives.loss import losses
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import dense_weight, is_packed
-from lora_rocm.latent_cache.encode_session import plain_placement
 from lora_rocm.planning.format_errors import format_errors
 from tests.families.common.dit import cases
 from tests.families.common.dit.cases import CHANNELS, CPU, TEXTS, Anima, Case, Flux, Schnell, ZImage, adapted
@@ -105,7 +105,7 @@ def test_a_preview_that_begins_at_an_image_shows_it(case: Case) -> None:
 
 @of(ZImage, Flux, Schnell, Anima)
 def test_a_preview_is_that_of_the_pipeline(case: Case) -> None:
-    """Its shift is the base's, whatever training's shift is."""
+    """Its shift is the base's, regardless of training's shift."""
     family, batch = case.family(objective={"shift": 2}), case.text(2)
     model = family.load(torch.float32, CPU)
     texts = {prompt: case.sample(batch, row) for row, prompt in enumerate(TEXTS)}
@@ -349,7 +349,7 @@ def test_a_dora_of_a_part_of_a_fused_weight_is_refused_by_name(case: Case) -> No
 @of(*FAMILIES)
 def test_every_layer_of_the_published_model_has_its_place_in_the_original(case: Case) -> None:
     family = case.family()
-    table = KeyTable({"transformer": case.full}, family.files.original)
+    table = KeyTable({"transformer": case.full}, family.lora_file_names.original)
     pattern = re.compile(family.lora_targets["all-linear"]["transformer"])
     wanted = case.original_modules(name for name, _ in case.full.named_modules() if pattern.fullmatch(name))
     assert sum(map(len, wanted.values())) == case.layers["all-linear"]

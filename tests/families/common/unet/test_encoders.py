@@ -14,11 +14,11 @@ from diffusers import AutoencoderKL, StableDiffusionXLPipeline
 
 from lora_rocm.dataset.captions.caption_length import lost_ends
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
+from lora_rocm.encoded_cache.encode_session import plain_placement
 from lora_rocm.families.common import vae as vae_module
 from lora_rocm.families.common.clip import CLIP_TOKENS, load_tokenizer, token_limit
 from lora_rocm.families.common.vae import SMALL_TILE_PX, VaeEncoder
 from lora_rocm.families.sdxl.family import Sdxl
-from lora_rocm.latent_cache.encode_session import plain_placement
 from lora_rocm.loader.cached_dataset import together
 from tests.tiny_models import SHALLOW_WIDER, tiny_recipe, write_tiny_sdxl
 

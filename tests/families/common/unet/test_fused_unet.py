@@ -33,7 +33,7 @@ from lora_rocm.families.common.unet.fused_unet import (
     fuse,
     merge_projections,
 )
-from lora_rocm.families.common.unet.kohya_keys import UNET_TARGETS
+from lora_rocm.families.common.unet.lora_file_names import UNET_TARGETS
 from lora_rocm.kernels.frozen_conv import FrozenConv2d
 from lora_rocm.kernels.lora_layer import LoraLinear, with_lean_layers
 

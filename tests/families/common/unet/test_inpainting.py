@@ -17,14 +17,14 @@ from torch import Tensor
 from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.dataset.images.buckets import Geometry
 from lora_rocm.dataset.images.views import ImageView
+from lora_rocm.encoded_cache.cache import LatentCache
+from lora_rocm.encoded_cache.encode_session import Encoding, plain_placement
+from lora_rocm.encoded_cache.inpainting import INPAINT_ENTRY, HiddenWanted
+from lora_rocm.encoded_cache.prepare import prepare
 from lora_rocm.errors import DataError, ModelError
 from lora_rocm.families.base import PreviewRequest, family_for
-from lora_rocm.families.common.objectives.base import HIDDEN_MASK, SEEN_LATENTS
 from lora_rocm.families.common.unet.inpainting import FIRST_LAYER, config_changes, require_masks_read, seen_and_hidden
-from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.encode_session import Encoding, plain_placement
-from lora_rocm.latent_cache.inpainting import INPAINT_ENTRY, HiddenWanted
-from lora_rocm.latent_cache.prepare import prepare
+from lora_rocm.families.objectives.base import HIDDEN_MASK, SEEN_LATENTS
 from lora_rocm.loader.batches import BatchPlan, loader, open_workers
 from lora_rocm.model_files.models import pipeline_of
 from lora_rocm.recipe.sample_section import SampleSection

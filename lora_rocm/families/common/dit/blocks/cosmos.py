@@ -28,7 +28,7 @@ from lora_rocm.kernels.rotary import Rotation
 
 
 def fuse(transformer: nn.Module, implementation: Implementation) -> None:
-    """Fuse Cosmos-Predict2's blocks, as ``fuse_blocks``."""
+    """Fuse Cosmos-Predict2's blocks (see ``fuse_blocks``)."""
     classes = {CosmosTransformerBlock: FusedCosmosBlock, CosmosAdaLayerNorm: FusedCosmosFinalNorm, GELU: FusedGelu}
     fuse_blocks(transformer, implementation, classes, {"attn1": CosmosSelfAttention, "attn2": CrossAttention})
 

@@ -33,7 +33,7 @@ Turns = tuple[Tensor, Tensor]
 
 
 def fuse(transformer: nn.Module, implementation: Implementation) -> None:
-    """Fuse FLUX.1's blocks, as ``fuse_blocks``."""
+    """Fuse FLUX.1's blocks (see ``fuse_blocks``)."""
     classes = {FluxTransformerBlock: FusedDoubleBlock, FluxSingleTransformerBlock: FusedSingleBlock}
     classes |= {AdaLayerNormContinuous: FusedFluxFinalNorm, GELU: FusedGelu}
     fuse_blocks(transformer, implementation, classes, {"attn": JointAttention})

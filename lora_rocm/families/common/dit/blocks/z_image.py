@@ -26,7 +26,7 @@ from lora_rocm.kernels.rotary import Rotation
 
 
 def fuse(transformer: nn.Module, implementation: Implementation) -> None:
-    """Fuse Z-Image's blocks, as ``fuse_blocks``."""
+    """Fuse Z-Image's blocks (see ``fuse_blocks``)."""
     classes = {ZImageTransformerBlock: FusedZImageBlock, FeedForward: FusedFeedForward}
     fuse_blocks(transformer, implementation, classes, {"attention": ZImageSelfAttention})
     for module in transformer.modules():

@@ -1,0 +1,330 @@
+"""The memory plan of a run.
+
+It is chosen before the base is loaded, applied to the model, and corrected by a probe pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from lora_rocm.dataset.shape import SampleShape
+from lora_rocm.device.allocator import empty_pools, room_bytes
+from lora_rocm.device.attention import Context
+from lora_rocm.device.placement.offloaded import Offload, Offloaded
+from lora_rocm.device.torch_errors import out_of_memory
+from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
+from lora_rocm.families.common.probe_batch import send_zeros
+from lora_rocm.families.common.recompute import Recomputing
+from lora_rocm.foundation.units import size_text
+from lora_rocm.hardware.settings import Settings
+from lora_rocm.memory.footprint import counted, measured_rates
+from lora_rocm.planning.step_plan import Footprint, Plan, Rates, StepRequirements, choose, correction, planned, smallest
+from lora_rocm.planning.step_requirements import does_not_fit, job_of, plan_text
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rundir.run_context import NOBODY, RunContext
+
+TRIES = 6
+"""Maximum number of probe passes. If even the last one runs out of memory, the run relies on ``oom_recovery``."""
+SHORT = 1.15
+"""Factor for the estimate of activations, applied when a probe pass has run out of memory."""
+WORTH = 0.97
+"""To save time, another plan is used only if its step takes at most this share of the current plan's time."""
+Pass = Callable[[Tensors, Tensors], object]
+
+
+@dataclass
+class MemoryManager:
+    """A memory plan, the inputs from which it is chosen, and its application to the model.
+
+    Attributes:
+        plan: the plan, or None on the CPU, where memory is not planned. In this case only ``recomputes`` and
+            ``offloads`` apply.
+        budget_bytes: memory available for tensors, or None if no limit is known.
+        context: receives a notice when a feature is disabled or the plan changes.
+        again: returns contexts in which blocks are recomputed, or None.
+        room: measures the budget again, because other programs may have changed it; None if it cannot be measured.
+    """
+
+    job: StepRequirements
+    recomputes: bool
+    offloads: bool
+    context: RunContext = NOBODY
+    footprint: Footprint | None = None
+    plan: Plan | None = None
+    budget_bytes: int | None = None
+    rates: Rates = field(default_factory=Rates)
+    again: Context | None = None
+    room: Callable[[], int] | None = None
+    _placement: Offloaded | None = field(default=None, init=False)
+    _ran_out: bool = field(default=False, init=False)
+
+    @property
+    def parts(self) -> int:
+        """The number of parts into which a micro-batch is split."""
+        return self.job.min_parts if self.plan is None else self.plan.parts
+
+    @property
+    def captures(self) -> bool:
+        """Whether the plan allows passes to be captured as graphs."""
+        return self.plan is None or self.plan.graphs
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether the gradient buffer stays allocated during a step's passes, in addition to their activations."""
+        return self.plan is not None and self.plan.keeps_gradients
+
+    @property
+    def recomputes_all(self) -> bool:
+        """Whether all blocks are already recomputed, so that recomputation cannot save more memory."""
+        if self.plan is None or self.footprint is None:
+            return self.recomputes
+        return len(self.plan.recomputed) == len(self.footprint.blocks)
+
+    @property
+    def kernels(self) -> tuple[str, ...] | None:
+        """Names of the Triton kernels that a step launches; None if unknown, because no footprint was counted."""
+        return None if self.footprint is None else self.footprint.kernels
+
+    @property
+    def offload(self) -> Offload | None:
+        """The object that fetches offloaded blocks from main memory; None if no block is offloaded."""
+        return None if self._placement is None else self._placement.offload
+
+    def placement(self, family: ModelFamily, model: LoadedModel, transfer: DeviceTransfer, pin: bool) -> Offloaded:
+        """Return a placement of the model's weights that follows the plan, even after ``probe`` changes it.
+
+        Args:
+            family: the model's family.
+            model: the model; its weights may already be on the device.
+            transfer: the transfer to the device. Its verdict also covers weights fetched from main memory.
+            pin: whether offloaded weights are in pinned memory.
+        """
+        self._placement = Offloaded(transfer, lambda: self._offloaded(family.blocks(model)), pin)
+        return self._placement
+
+    def apply(self, family: ModelFamily, model: LoadedModel, again: bool = False) -> None:
+        """Apply the plan to a model that has its ``placement``. Call it after the modules are fused.
+
+        ``again``: whether another plan was applied before.
+        """
+        assert self._placement is not None
+        self._placement.hold()
+        blocks = family.blocks(model)
+        chosen = [block for index, block in enumerate(blocks) if self._recomputed(index)]
+        if chosen or again:
+            everything = len(chosen) == len(blocks)
+            together = everything and self.offload is None
+            family.recompute_activations(
+                model, Recomputing(model, None if everything else chosen, together, self.again)
+            )
+
+    def _recomputed(self, index: int) -> bool:
+        return self.recomputes if self.plan is None else index in self.plan.recomputed
+
+    def _offloaded(self, blocks: list[nn.Module]) -> list[nn.Module]:
+        if self.plan is None:
+            return blocks if self.offloads else []
+        return [blocks[index] for index in self.plan.offloaded]
+
+    def probe(self, family: ModelFamily, model: LoadedModel, transfer: DeviceTransfer, run: Pass) -> None:
+        """Run one pass with zeros of the largest shape before the first step, and measure its memory.
+
+        The measurement corrects the estimates. The plan is replaced if it does not fit, or if another one is faster. A
+        plan that runs out of memory is replaced at once. Does nothing if memory is not planned.
+
+        Args:
+            family: the model's family.
+            model: the model on the device.
+            transfer: the transfer that sends the zeros.
+            run: runs one forward and backward pass. The caller drops its gradients.
+        """
+        if self.plan is None or self.footprint is None:
+            return
+        for _ in range(TRIES):
+            peak_bytes = self._peak(family, transfer, run, self.plan.rows)
+            if self.room is not None:
+                self.budget_bytes = self.room()
+            wanted = self._next(peak_bytes)
+            if wanted is None:
+                return
+            met = "ran out of memory" if peak_bytes is None else f"took {size_text(peak_bytes)}"
+            self.context.notice(f"A first pass {met}. From here on: {_text(wanted, self.job)}.")
+            self.plan = wanted
+            self.apply(family, model, again=True)
+
+    def _peak(self, family: ModelFamily, transfer: DeviceTransfer, run: Pass, rows: int) -> int | None:
+        """Peak bytes of tensors during a probe pass; None if it ran out of memory."""
+        assert self.footprint is not None
+        zeros = send_zeros(family, transfer, SampleShape.parse(self.footprint.shape), rows)
+        empty_pools()
+        reset_peak(transfer.device)
+        try:
+            run(*zeros)
+            return peak_bytes(transfer.device)
+        except (RuntimeError, MemoryError) as error:
+            if out_of_memory(error) is None:
+                raise
+        empty_pools()  # not earlier: the traceback kept the activations alive
+        return None
+
+    def _next(self, peak: int | None) -> Plan | None:
+        """The plan to continue with after a probe pass, or None to keep the current one.
+
+        Offloaded weights stay offloaded.
+
+        ``peak``: peak bytes of the pass, or None if it ran out of memory.
+        """
+        assert self.plan is not None and self.footprint is not None
+        now = self.plan
+        wanted = self._after_a_full_pass(now) if peak is None else self._after(now, peak)
+        if wanted is None or set(now.offloaded) - set(wanted.offloaded):
+            return None
+        return None if _same(wanted, now) else wanted
+
+    def _after(self, now: Plan, peak: int) -> Plan | None:
+        """The best plan by the corrected estimates, if the current one does not fit or is slower; otherwise None.
+
+        If an earlier pass ran out of memory, only a plan that does not fit is replaced.
+        """
+        assert self.footprint is not None
+        self._correct(correction(now, peak, self.footprint, self.job.correction))
+        wanted = choose(self.budget_bytes, self.footprint, self.job, self.rates)
+        assert self.plan is not None
+        fits = self.budget_bytes is None or self.plan.needed_bytes <= self.budget_bytes
+        if wanted is None or (fits and (self._ran_out or now.offloaded or wanted.step_s > WORTH * now.step_s)):
+            return None
+        return wanted
+
+    def _after_a_full_pass(self, now: Plan) -> Plan | None:
+        """The next plan for which a lower memory use is estimated."""
+        assert self.footprint is not None
+        self._ran_out = True
+        least = smallest(self.footprint, self.job, self.rates)
+        if self.budget_bytes is None:  # without a budget no correction makes a plan too large
+            return least
+        wanted: Plan | None = now
+        while wanted is not None and _same(wanted, now) and not _same(now, least):
+            self._correct(self.job.correction * SHORT)
+            wanted = choose(self.budget_bytes, self.footprint, self.job, self.rates)
+        return wanted or smallest(self.footprint, self.job, self.rates)
+
+    def _correct(self, factor: float) -> None:
+        assert self.plan is not None and self.footprint is not None
+        now, self.job = self.plan, replace(self.job, correction=factor)
+        job = replace(self.job, graphs=now.graphs)
+        self.plan = planned(now.mode, now.parts, now.recomputed, now.offloaded, self.footprint, job, self.rates)
+
+
+def _same(one: Plan, other: Plan) -> bool:
+    """Whether two plans differ only in their estimates."""
+    return astuple(one)[1:5] == astuple(other)[1:5] and one.graphs == other.graphs
+
+
+def decide(
+    recipe: Recipe,
+    family: ModelFamily,
+    device: torch.device,
+    dtype: torch.dtype,
+    settings: Settings,
+    shape: SampleShape,
+    context: RunContext,
+    shapes: int = 1,
+) -> MemoryManager:
+    """Choose the memory plan for this device.
+
+    Args:
+        recipe: the run's recipe.
+        family: the recipe's family.
+        device: the training device.
+        dtype: dtype of the frozen base.
+        settings: the parent's settings for this machine.
+        shape: shape of the run's largest samples.
+        context: receives a notice when a feature is disabled.
+        shapes: number of different shapes of the run's samples.
+
+    Raises:
+        UserError: "does-not-fit", the smallest plan exceeds the budget.
+    """
+    on_gpu = device.type == "cuda"
+    shared = on_gpu and bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", 0))
+    job = job_of(recipe, settings, on_gpu=on_gpu, can_offload=not shared, shapes=shapes)
+    if not on_gpu and recipe.runtime.memory != "selective":
+        only = len(job.modes) == 1 and job.modes[0]
+        recomputes = only in ("recompute", "offload") or "keep" not in job.modes
+        return MemoryManager(job, recomputes, only == "offload", context)
+    footprint = counted(recipe, family, dtype, settings, shape, on_gpu)
+    room = partial(room_bytes, device, settings, steady=recipe.runtime.deterministic) if on_gpu else None
+    budget_bytes = room() if room is not None else None  # before the measurement below takes memory
+    memory = choose_from(recipe, footprint, job, budget_bytes, context, rates_here(recipe, device, dtype, settings))
+    memory.room = room
+    return memory
+
+
+def rates_here(recipe: Recipe, device: torch.device, dtype: torch.dtype, settings: Settings) -> Rates:
+    """Measure the speed of this GPU, as ``lora-rocm plan`` does.
+
+    A deterministic run and the CPU use fixed rates, so that every start of such a run chooses the same plan.
+    """
+    if device.type != "cuda" or recipe.runtime.deterministic:
+        return Rates()
+    try:
+        return measured_rates(device, dtype, pin=settings.pins(recipe.runtime.pin_memory))
+    except RuntimeError as error:
+        if out_of_memory(error) is None:
+            raise
+        return Rates()
+    finally:
+        empty_pools()
+
+
+def choose_from(
+    recipe: Recipe,
+    footprint: Footprint,
+    job: StepRequirements,
+    budget_bytes: int | None,
+    context: RunContext,
+    rates: Rates = Rates(),  # noqa: B008 (frozen)
+) -> MemoryManager:
+    """Choose the memory plan from a footprint and a budget, as ``decide`` does."""
+    plan = choose(budget_bytes, footprint, job, rates)
+    if plan is None:
+        plan = smallest(footprint, job, rates)
+        if budget_bytes is not None and plan.peak_bytes > budget_bytes:
+            raise does_not_fit(recipe, footprint, job, rates, budget_bytes)
+    if budget_bytes is not None and (plan.mode != "keep" or plan.parts > 1 or plan.graphs != job.graphs):
+        context.notice(
+            f"A step will take {size_text(plan.peak_bytes)} of {size_text(budget_bytes)}: {_text(plan, job)}."
+        )
+    return MemoryManager(job, False, False, context, footprint, plan, budget_bytes, rates)
+
+
+def _text(plan: Plan, job: StepRequirements) -> str:
+    """Describe the plan, including whether there is too little memory to capture graphs."""
+    return plan_text(plan) + (", not captured: too little memory for graphs" if job.graphs and not plan.graphs else "")
+
+
+def apply(
+    plan: Plan, family: ModelFamily, model: LoadedModel, transfer: DeviceTransfer, *, pin: bool, again: bool = False
+) -> Offload | None:
+    """Apply a plan to a model. Its weights may already be on the device. For the arguments see ``MemoryManager``."""
+    memory = MemoryManager(StepRequirements(), False, False, plan=plan)
+    model.placement = memory.placement(family, model, transfer, pin)
+    memory.apply(family, model, again)
+    return memory.offload
+
+
+def reset_peak(device: torch.device) -> None:
+    """Restart the measurement that ``peak_bytes`` returns."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Peak bytes of tensors since the last call of ``reset_peak``; 0 on the CPU."""
+    return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else 0

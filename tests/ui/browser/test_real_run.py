@@ -1,0 +1,59 @@
+"""Real runs of the tiny model: started, stopped, continued and finished from the page (slow: minutes)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lora_rocm.rundir.layout import RunDir
+from tests.ui.browser.conftest import Tab
+
+RECIPE = """\
+model: {name_or_path: "builtin:tiny-sdxl"}
+data: {path: "builtin:demo", resolution: 64, bucket_step: 32}
+train: {max_train_steps: STEPS, batch_size: 1}
+sample: {prompts: [a zibu], every_n_steps: 30, steps: 4}
+runtime: {device: cpu, deterministic: true, threads: 1}
+"""
+WAIT_MS = 240_000
+
+
+def recipe(tab: Tab, name: str, steps: int) -> Path:
+    path = tab.folder / name
+    path.write_text(RECIPE.replace("STEPS", str(steps)), encoding="utf-8")
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_is_started_stopped_continued_and_finished(tab: Tab) -> None:
+    context = tab.server.context
+    run_dir = context.launches.train(recipe(tab, "real.yaml", 60), [], tab.folder)
+    page = tab.open("/")
+    page.get_by_role("link", name=run_dir.name).wait_for(timeout=WAIT_MS)
+    page.get_by_role("link", name=run_dir.name).click()
+    page.get_by_text("Training", exact=True).wait_for(timeout=WAIT_MS)
+    page.get_by_role("button", name="Stop").click()
+    page.locator("#state .badge-stopped").wait_for(timeout=WAIT_MS)
+    page.get_by_role("button", name="Resume").click()
+    page.locator("#state .badge-finished").wait_for(timeout=WAIT_MS)
+    page.locator(".pictures img").first.wait_for()
+    assert page.get_by_role("link", name="lora.safetensors", exact=True).is_visible() and tab.axe() == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_page_that_watches_changes_no_byte_of_the_result(tab: Tab) -> None:
+    context, loras = tab.server.context, []
+    for name, watches in (("alone.yaml", False), ("watched.yaml", True)):
+        run_dir = context.launches.train(recipe(tab, name, 20), ["sample.prompts=[]"], tab.folder)
+        started = context.launches.of(run_dir)
+        assert started is not None
+        if watches:
+            tab.page.goto(tab.address + "/runs")
+            tab.page.get_by_role("link", name=run_dir.name).click(timeout=WAIT_MS)
+            tab.page.locator("#state .badge-finished").wait_for(timeout=WAIT_MS)
+        assert started.process.wait(WAIT_MS / 1000) == 0, started.end_of_output
+        loras.append(RunDir(run_dir).lora.read_bytes())
+    assert loras[0] == loras[1]
