@@ -204,17 +204,26 @@ def test_a_change_without_text_or_selection_is_refused(site: Site, folder: Path)
         assert code_of(change(site, kind="tidy", scope="selected", names=names)) == "selection-invalid"
 
 
-def test_a_change_of_many_can_be_cancelled(site: Site, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_of_many_and_its_undoing_can_be_cancelled(
+    site: Site, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, at = texts(folder), [2]
+
     def advance(self: Work, done: int, total: int) -> None:
-        if done == 2:
+        if done == at[0]:
             self.cancel()
         self.require_wanted()
 
     monkeypatch.setattr(Work, "advance", advance)
+    monkeypatch.setattr("lora_rocm.ui.image_set.changes.FILES_AT_ONCE", 1)
     assert "badge-cancelled" in change(site, kind="append", find="zwx")
     assert [text.endswith("zwx") for text in texts(folder)] == [True, True, False]
-    site.client.post("/images/undo", params={"dir": "ä pictures"})
-    assert not any("zwx" in text for text in texts(folder))
+    at[0] = 1
+    assert "badge-cancelled" in change(site, "undo")
+    assert [text.endswith("zwx") for text in texts(folder)] == [False, True, False]
+    at[0] = 9
+    change(site, "undo")
+    assert texts(folder) == before
 
 
 def test_tags_are_counted(site: Site, folder: Path) -> None:

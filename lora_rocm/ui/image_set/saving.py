@@ -10,7 +10,7 @@ from lora_rocm.dataset.sources.metadata_files import MAX_CAPTION_BYTES
 from lora_rocm.errors import UserError
 from lora_rocm.ui.edits import EditConflict, Edits, SavedEdit
 from lora_rocm.ui.image_set.caption_edits import CaptionEdit
-from lora_rocm.ui.image_set.changes import ChangeJournal
+from lora_rocm.ui.image_set.changes import ChangeJournal, for_each
 from lora_rocm.ui.image_set.listing import ImageListing
 
 Resolve = Callable[[str], Path]
@@ -143,27 +143,28 @@ def change_many(
         StorageError: a file cannot be read or written; the files before it are changed.
     """
     paths, conflicts, left = list[Path](), list[str](), list[str]()
+
+    def change(name: str) -> None:
+        place = listing.caption_file(name)
+        caption = opened(edits, resolve, place)
+        if place.suffix.lower() == ".json" or caption.is_foreign:
+            left.append(name)
+            return
+        before = caption.text if listing.caption(name).files else listing.caption(name).text
+        after = edit.apply(before)
+        if after == before:
+            return
+        try:
+            edits.save(caption.path, _content(after, name), caption.version)
+        except EditConflict:
+            conflicts.append(name)
+            return
+        paths.append(caption.path)
+        listing.note_caption(name, place)
+
     try:
-        for number, name in enumerate(names):
-            advance(number, len(names))
-            place = listing.caption_file(name)
-            caption = opened(edits, resolve, place)
-            if place.suffix.lower() == ".json" or caption.is_foreign:
-                left.append(name)
-                continue
-            before = caption.text if listing.caption(name).files else listing.caption(name).text
-            after = edit.apply(before)
-            if after == before:
-                continue
-            try:
-                edits.save(caption.path, _content(after, name), caption.version)
-            except EditConflict:
-                conflicts.append(name)
-                continue
-            paths.append(caption.path)
-            listing.note_caption(name, place)
+        for_each(names, change, advance)
     finally:
         if paths:
-            journal.add(edit.kind, paths)
-    advance(len(names), len(names))
-    return ManyChanged(tuple(paths), tuple(conflicts), tuple(left))
+            journal.add(edit.kind, sorted(paths))
+    return ManyChanged(tuple(sorted(paths)), tuple(sorted(conflicts)), tuple(sorted(left)))

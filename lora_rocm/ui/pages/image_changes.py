@@ -89,8 +89,27 @@ def _change(request: Request, fields: FormData) -> Response:
     return progress(request)
 
 
+def undo(request: Request) -> Response:
+    """Undo the newest change in the folder, in the background."""
+    from lora_rocm.ui.image_set.changes import Undone
+    from lora_rocm.ui.image_set.listing import LISTINGS
+
+    folder = reading_for(request).folder
+    journal = journal_of(request, folder)
+    journal.require_change()
+
+    def undoes(work: Work) -> Undone:
+        try:
+            return journal.undo(work.advance)
+        finally:
+            LISTINGS.forget()
+
+    context_of(request).background.start(work_key(folder), undoes).wait(SHORT_S)
+    return progress(request)
+
+
 def progress(request: Request) -> Response:
-    """The newest change of many captions: its progress, or its result."""
+    """The newest change of many captions, or its undoing: the progress, or the result."""
     key = work_key(reading_for(request).folder)
     work = context_of(request).background.of(key)
     answer = fragment(request, TEMPLATE, "work", work=work, key=key, here=here(request))
@@ -137,6 +156,7 @@ def _names(listing: ImageListing, fields: FormData) -> Sequence[str]:
 
 
 ROUTES = [
+    Route("/images/undo", undo, methods=["POST"]),
     Route("/images/tags", tags),
     Route("/images/preview", preview, methods=["POST"]),
     Route("/images/change", change, methods=["POST"]),

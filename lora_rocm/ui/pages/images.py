@@ -157,16 +157,6 @@ def _save(request: Request, given: Mapping[str, str]) -> Response:
     return changed(_item(request, name, saved=True), name)
 
 
-def undo(request: Request) -> Response:
-    """Undo the newest change in the folder."""
-    from lora_rocm.ui.image_set.listing import LISTINGS
-
-    reading = reading_for(request)
-    undone = journal_of(request, reading.folder).undo()
-    LISTINGS.forget()
-    return changed(fragment(request, FOLDER, "undone", undone=undone))
-
-
 def again(request: Request) -> Response:
     """Read the folder again, although nothing seems to have changed."""
     from lora_rocm.ui.image_set.listing import LISTINGS
@@ -265,6 +255,5 @@ ROUTES = [
     Route("/images/thumb", thumb),
     Route("/images/item", item),
     Route("/images/caption", save, methods=["POST"]),
-    Route("/images/undo", undo, methods=["POST"]),
     Route("/images/again", again, methods=["POST"]),
 ]
