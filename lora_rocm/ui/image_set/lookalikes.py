@@ -46,7 +46,7 @@ def alike_images(
 ) -> list[AlikeImages]:
     """Return the groups of equal files, and then the groups of similar images.
 
-    Images that cannot be read are skipped, and so are links to files outside of the named folders.
+    Skips images that cannot be read, and links to files outside of the named folders.
 
     Args:
         listing: the images.

@@ -62,7 +62,9 @@ def reading_of(
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if part not in ("one", "list"))
         fix = "Correct this value. The reference of recipe keys describes it."
-        raise UserError("reading-invalid", f"{first['msg']}.", where=where, fix=fix) from error
+        raise UserError(
+            "reading-invalid", f"This value cannot be used: {first['msg']}.", where=where, fix=fix
+        ) from error
     return FolderReading(folder, data)
 
 

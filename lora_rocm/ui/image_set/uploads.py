@@ -13,7 +13,7 @@ from lora_rocm.dataset.images.image_io import UnreadableImage, decode, readable_
 from lora_rocm.dataset.sources.file_kinds import CAPTION_SUFFIXES
 from lora_rocm.dataset.sources.metadata_files import MAX_CAPTION_BYTES
 from lora_rocm.errors import LoraRocmError, UserError, storage_error
-from lora_rocm.foundation.files import file_exists, holds, write_atomic
+from lora_rocm.foundation.files import file_exists, holds, make_folder, write_atomic
 from lora_rocm.foundation.names import stem_fault
 from lora_rocm.foundation.terminal_text import legible
 from lora_rocm.ui.thumbnails import MAX_IMAGE_BYTES
@@ -57,7 +57,8 @@ def _received(folder: Path, name: str, file: BinaryIO) -> str:
     content = file.read(limit + 1)
     if len(content) > limit:
         raise _refused(
-            f"It is larger than {limit >> 20} MiB." if limit >> 20 else f"It is larger than {limit >> 10} KiB."
+            "upload-refused",
+            f"It is larger than {limit >> 20} MiB." if limit >> 20 else f"It is larger than {limit >> 10} KiB.",
         )
     try:
         if is_text:
@@ -65,14 +66,16 @@ def _received(folder: Path, name: str, file: BinaryIO) -> str:
         else:
             decode(content)
     except UnicodeDecodeError:
-        raise _refused("It is not UTF-8 text.") from None
+        raise _refused("upload-refused", "It is not UTF-8 text.") from None
     except UnreadableImage as error:
-        raise _refused(f"It cannot be read as an image: {error}.") from error
+        raise _refused("upload-refused", f"It cannot be read as an image: {error}.") from error
     path = folder / plain
     with WRITING:  # no other request may create the file after this check
         if os.path.lexists(path):
             same = path.is_file() and holds(path, content)
-            raise _refused("It is there already, with the same content.") if same else file_exists(path)
+            raise (
+                _refused("upload-refused", "It is there already, with the same content.") if same else file_exists(path)
+            )
         write_atomic(path, content)
     return plain
 
@@ -81,16 +84,16 @@ def usable_name(name: str) -> str:
     """Return the file name in a name that a browser sent, which may have folders.
 
     Raises:
-        UserError: upload-refused: the name cannot be used, or has another extension than images and captions.
+        UserError: upload-refused: the name cannot be used, or does not have the extension of an image or a caption.
     """
     plain = name.replace("\\", "/").rpartition("/")[2]
     stem, suffix = os.path.splitext(plain)
     if suffix.lower() not in {*readable_extensions(), *CAPTION_SUFFIXES}:
-        raise _refused("Images and captions do not have this extension.")
+        raise _refused("upload-refused", "Images and captions do not have this extension.")
     if plain.startswith(".") or legible(plain) != plain or len(plain.encode("utf-8", "replace")) > MAX_NAME_BYTES:
-        raise _refused("Its name cannot be used.")
+        raise _refused("upload-refused", "Its name cannot be used.")
     if fault := stem_fault(stem):
-        raise _refused(f"Its name {fault}.")
+        raise _refused("upload-refused", f"Its name {fault}.")
     return plain
 
 
@@ -103,16 +106,21 @@ def new_folder(parent: Path, name: str) -> Path:
     """
     fault = stem_fault(name) or ("has a character that cannot be shown" if legible(name) != name else "")
     if fault:
-        raise UserError("folder-name", f"This name {fault}.", where=name[:80], fix="Use letters, digits and spaces.")
-    try:
-        (parent / name).mkdir()
-    except FileExistsError:
+        raise UserError(
+            "folder-name",
+            f"This name cannot be the name of a folder: it {fault}.",
+            where=name[:80],
+            fix="Use letters, digits and spaces.",
+        )
+    if os.path.lexists(parent / name):
         fix = "Open it, or use another name."
-        raise UserError("folder-exists", "There is a folder with this name.", where=name, fix=fix) from None
+        raise UserError("folder-exists", "There is a folder with this name.", where=name, fix=fix)
+    try:
+        make_folder(parent / name)
     except OSError as error:
         raise storage_error(error, parent / name) from error
     return parent / name
 
 
-def _refused(what: str) -> UserError:
-    return UserError("upload-refused", what, fix="Choose another file.")
+def _refused(code: str, what: str) -> UserError:
+    return UserError(code, what, fix="Choose another file.")

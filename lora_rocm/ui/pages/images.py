@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from lora_rocm.errors import DataError, UserError
@@ -29,10 +29,7 @@ LIST, FOLDER = "images.html.j2", "image_folder.html.j2"
 SETTINGS = ("dir", "recipe", "resolution", "trigger", "ext")
 """Values of an address that choose the folder, and how it is read."""
 MAX_ROWS = 500
-UNREADABLE = (
-    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 48 48" width="96" height="96" fill="none" stroke="#a3241d" '
-    'stroke-width=".8"><path d="M16 18h16v13H16zM16 31 32 18"/></svg>'
-)
+UNREADABLE = Path(__file__).parents[1] / "static" / "unreadable.svg"
 """The picture in place of an image that cannot be read."""
 
 
@@ -117,7 +114,7 @@ def picture(request: Request, path: Path) -> Response:
     except UserError as error:
         if error.code != "image-unreadable":
             raise
-        return Response(UNREADABLE, media_type="image/svg+xml")  # a picture of this state
+        return FileResponse(UNREADABLE, media_type="image/svg+xml")  # a picture of this state
     lasting = "private, max-age=31536000, immutable" if "v" in request.query_params else "private, no-cache"
     headers = {"etag": f'"{version}"', "cache-control": lasting}
     if request.headers.get("if-none-match") == headers["etag"]:
