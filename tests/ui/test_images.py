@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import time
@@ -277,3 +278,28 @@ def test_images_that_occur_twice_are_found(site: Site, folder: Path) -> None:
     assert "data-open-image" in ended(site, "alike")  # as it was, until it is examined again
     site.get("/images/alike", dir="ä pictures", again="1")
     assert "data-open-image" not in ended(site, "alike")
+
+
+def test_hostile_names_and_captions_are_shown_as_text(site: Site, folder: Path) -> None:
+    names = ["<img src=x onerror=1>.png", "a&b#c.png", "%2e%2e.png", "a\u202egpj.png", "{{1234*5678}}.png", "a'b.png"]
+    for name in names:
+        write_image(folder / name).with_suffix(".txt").write_text(
+            "<script>1</script>, {{1234*5678}}, \u202e", encoding="utf-8"
+        )
+    found = [row[0] for row in rows(site) if not row[0].startswith("image ")]
+    assert len(found) == len(names) and not any("\u202e" in name for name in found)
+    pieces = [site.get("/images/item", dir="ä pictures", name=name) for name in found]
+    pieces += [site.get("/images/edit", dir="ä pictures", name=name) for name in found]
+    pieces += [site.get("/images/tags", dir="ä pictures"), ended(site, "checked"), ended(site, "alike")]
+    pieces += [site.get("/images/found"), change(site, "preview", kind="append", find="<b>x</b>")]
+    for text in pieces:
+        assert "<script>1" not in text and "<img src=x" not in text and "7006652" not in text and "<b>x" not in text
+        assert "\u202e" not in re.sub("<textarea.*?</textarea>", "", text, flags=re.DOTALL)  # there it stays as it is
+
+
+def test_saving_an_unchanged_caption_keeps_every_letter(site: Site, folder: Path) -> None:
+    caption = "\n  \u202eשלום\u200f \u200d👩\u200d🎨 <b>&amp;</b> {{x}}\t\x07 \u2028end\n\n"
+    (folder / "image 0.txt").write_bytes(caption.encode())
+    given = fields(site, "image 0.png")
+    assert save(site, "image 0.png", {**given, "text": html.unescape(given["text"])}).status_code == 200
+    assert (folder / "image 0.txt").read_bytes() == caption.encode()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from lora_rocm.errors import LoraRocmError, UserError
+from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import DataSection, Recipe, ResolvedSource
 from lora_rocm.recipe.source_sections import DataSource
@@ -100,7 +102,18 @@ def recipes_in(folder: Path) -> list[tuple[Path, Recipe]]:
     found = list[tuple[Path, Recipe]]()
     for path in sorted([*folder.glob("*.yaml"), *folder.glob("*.yml")])[:MAX_RECIPES]:
         try:
-            found.append((path, load_recipe(path).recipe))
-        except LoraRocmError:  # not a recipe, or a wrong one, which the part Recipe shows
+            recipe = _recipe(FileVersion.of(path))
+        except OSError:
             continue
+        if recipe is not None:
+            found.append((path, recipe))
     return found
+
+
+@lru_cache(maxsize=MAX_RECIPES)
+def _recipe(version: FileVersion) -> Recipe | None:
+    """Return a recipe, read again only if its file has changed; None if it is not a recipe, or a wrong one."""
+    try:
+        return load_recipe(version.path).recipe
+    except LoraRocmError:
+        return None
