@@ -6,7 +6,6 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lora_rocm.dataset.captions.captions import tags_of
 from lora_rocm.dataset.images.buckets import Geometry
@@ -26,7 +25,7 @@ ONLY: Mapping[str, Callable[[ImageListing, str], bool]] = {
     "unread": lambda listing, name: bool(listing.caption(name).problem) or listing.size(name) is None,
 }
 """The values of ``ImageQuery.only`` that choose images."""
-SORTS: Mapping[str, Callable[[ImageListing, str], Any]] = {
+SORTS: Mapping[str, Callable[[ImageListing, str], int]] = {
     "short": lambda listing, name: len(listing.caption(name).text),
     "long": lambda listing, name: -len(listing.caption(name).text),
     "large": lambda listing, name: -_area(listing, name),
@@ -96,7 +95,7 @@ class ChosenImages:
     def __init__(self) -> None:
         self._kept = OrderedDict[str, tuple[ImageListing, list[str]]]()
 
-    def rows(self, listing: ImageListing, query: ImageQuery, token: str, start: int, count: int) -> dict[str, Any]:
+    def rows(self, listing: ImageListing, query: ImageQuery, token: str, start: int, count: int) -> dict[str, object]:
         """Return a window of the chosen images, as the grid reads it.
 
         A row has the name, the begin of the caption, letters for its properties (m: mask, c: crop, n: no caption,

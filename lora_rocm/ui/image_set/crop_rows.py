@@ -7,7 +7,6 @@ import posixpath
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lora_rocm.dataset.sources.given import Rectangle
 from lora_rocm.dataset.sources.metadata_files import FILE_COLUMN, READ_NAMES
@@ -134,7 +133,7 @@ def with_crop(
     return b"".join(lines), had_crop
 
 
-def _row(line: bytes, real: str) -> Mapping[str, Any] | None:
+def _row(line: bytes, real: str) -> Mapping[str, object] | None:
     """Return the row of an image; None if the line is about another one or cannot be read."""
     try:
         row = parse_json(line)

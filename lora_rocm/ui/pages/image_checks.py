@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -46,7 +45,7 @@ def cancel(request: Request) -> Response:
     return Response(status_code=204)
 
 
-def _worked(request: Request, purpose: str, function: Callable[[Work], Any]) -> Response:
+def _worked(request: Request, purpose: str, function: Callable[[Work], object]) -> Response:
     """Show the result of a search, or its progress. It begins if there is none, or again if the user wants."""
     ui, key = context_of(request), _key(request, purpose)
     work = ui.background.of(key)
