@@ -56,6 +56,10 @@ class Work:
         """Whether the user asked to cancel. The work checks it between two pieces, and ends its child."""
         return self._asked.is_set()
 
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the work has ended, but no longer than this. So a page shows short work as done at once."""
+        self._ended.wait(timeout_s)
+
     def cancel(self) -> None:
         """Ask the work to end."""
         self._asked.set()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePath
 from urllib.parse import urlencode
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, nodes
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
@@ -50,14 +50,16 @@ def environment() -> Environment:
         "duration": time_text,
         "rate": rate_text,
         "counted": count_text,
+        "failure": Failure.of,
+        "exact": escape,  # of a text that the user edits: saving it must not change it
     }
     return made
 
 
 def _shown(value: object) -> object:
     """Escape controls and bidirectional marks in a text, so that a file's name cannot imitate another."""
-    if isinstance(value, str) and not isinstance(value, Markup):
-        return legible(value, keep="\n\t")
+    if isinstance(value, str | PurePath) and not isinstance(value, Markup):
+        return legible(str(value), keep="\n\t")
     return "" if value is None else value
 
 
