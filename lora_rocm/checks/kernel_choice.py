@@ -1,7 +1,7 @@
 """Decides, once for a run, which implementation each kernel has: Triton, or plain PyTorch.
 
 Both round differently. So the decision of a run's first start is stored in its checkpoints, and each resume keeps it,
-whatever has been proven on the machine since: a resumed run gives the bytes of one that was never interrupted.
+regardless of later proofs on the machine: a resumed run gives the bytes of one that was never interrupted.
 
 A kernel computes only after its cases were compared with plain PyTorch (``kernel_check``). Cases that passed before are
 known (``kernel_proof``). A new run compares the others for a limited time. Kernels that are not proven by then run in

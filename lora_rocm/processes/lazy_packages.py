@@ -4,7 +4,7 @@
 imported: 500 files that a run never uses. Here ``from .submodule import Name`` in such an ``__init__`` is postponed
 until somebody reads the name. The name is then the same object. All other code of the ``__init__`` runs unchanged.
 
-An import stays where it is if the ``__init__`` itself uses its name, if a name is also the name of a submodule, and in
+An import stays in place if the ``__init__`` itself uses its name, if a name is also the name of a submodule, and in
 ``try`` blocks. So a future version of a package may import more, but it never gets other objects.
 
 ``transformers`` reads all 1,600 files of its models at each import, twice, to learn which names they define. The

@@ -1,4 +1,4 @@
-"""A resume computes with the kernels of the run's first start, whatever was proven since: the same bytes.
+"""A resume computes with the kernels of the run's first start, even if more was proven since: the same bytes.
 
 On a CPU no Triton kernel can be launched. Here the "Triton" kernel of GEGLU is plain PyTorch that rounds differently,
 and all others are plain PyTorch.
