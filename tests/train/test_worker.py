@@ -11,9 +11,13 @@ from typing import Any
 
 import pytest
 
+from lora_rocm.hardware.settings import Settings
+from lora_rocm.kernels import backend
+from lora_rocm.memory.footprint_process import CountRequest
 from lora_rocm.rules.mitigations import mitigation_table
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.train import worker
+from lora_rocm.rundir.recipe_file import recipe_to_train
+from lora_rocm.train import pipeline, worker
 from tests.train.runs import run_dir
 
 __all__ = ["run_dir"]
@@ -75,3 +79,40 @@ def test_a_log_that_takes_nothing_does_not_end_it(run_dir: RunDir, monkeypatch: 
         with pytest.raises(OSError):  # negative control
             train()
         full.has_room = True
+
+
+class Counting:
+    """Replaces the process that counts a step's memory. It records what it gets."""
+
+    def __init__(self, *given: object) -> None:
+        self.given, self.asked, self.num_closed = given, list[CountRequest](), 0
+
+    def ask(self, request: CountRequest) -> None:
+        self.asked.append(request)
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_a_step_s_memory_is_counted_while_the_worker_starts(
+    run_dir: RunDir, has_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, given = list[Counting](), list[object]()
+
+    def train(start: Any) -> tuple[bool, int]:
+        given.append(start.counting)
+        assert not start.counting.num_closed
+        return True, 0
+
+    monkeypatch.setattr(worker, "footprint_process", lambda *given: made.append(Counting(*given)) or made[-1])
+    monkeypatch.setattr(backend, "available", lambda device: has_kernels)
+    monkeypatch.setattr(pipeline, "train", train)
+    assert worker.main([str(run_dir.path)]) == 0
+    (counting,) = made
+    recipe, _, on_gpu = counting.given
+    assert recipe == recipe_to_train(run_dir) and on_gpu is False
+    assert counting.asked == ([CountRequest("float32", Settings())] if has_kernels else []), (
+        "it counts kernels of Triton"
+    )
+    assert given == made and counting.num_closed == 1
