@@ -16,7 +16,6 @@ from lora_rocm.commands.cli_help import FILES, MACHINE, RUNS, TRAIN
 from lora_rocm.commands.cli_machine import add_machine_commands
 from lora_rocm.commands.cli_options import (
     DEFAULT_RUNS,
-    RUNS_VARIABLE,
     AcceptChanges,
     CacheOfRecipe,
     ChatSide,
@@ -36,11 +35,12 @@ from lora_rocm.commands.cli_options import (
     RunPath,
     RunsDir,
     RunsOfRecipe,
-    RunState,
     runs_of,
     values,
     with_folders,
 )
+from lora_rocm.commands.cli_queue import queue_app
+from lora_rocm.commands.cli_runs import add_run_commands
 from lora_rocm.commands.output import Output
 from lora_rocm.ui.cli_ui import ui
 
@@ -56,6 +56,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=Command, rich_help_panel=TRAIN, epilog="ui\nui my-folder --port 9000 --no-browser")(ui)
+app.add_typer(queue_app, name="queue", rich_help_panel=RUNS)
 app.add_typer(cache_app, name="cache", rich_help_panel=FILES)
 app.add_typer(bench_app, name="bench", rich_help_panel=MACHINE)
 
@@ -455,43 +456,7 @@ def push(
     return output.show(found, push.render(found))
 
 
-@app.command(cls=Command, rich_help_panel=RUNS, epilog="status\nstatus runs/my-20260101-120000 --json")
-@printed
-def status(output: Output, run: RunPath = None, runs_dir: RunsDir = DEFAULT_RUNS) -> int:
-    """Show the state of a run."""
-    from lora_rocm.commands import status
-    from lora_rocm.commands.newest import run_or_newest
-    from lora_rocm.supervisor.choose_run_dir import open_run
-
-    found = status.status(open_run(run_or_newest(run, runs_dir, output)))
-    return output.show(found, status.status_text(found))
-
-
-@app.command(cls=Command, rich_help_panel=RUNS, epilog="runs --state finished --family sdxl --last 5")
-@printed
-def runs(
-    output: Output,
-    folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", envvar=RUNS_VARIABLE, help="The folder that the runs are in.")
-    ] = DEFAULT_RUNS,
-    state: Annotated[
-        list[RunState] | None,
-        typer.Option(metavar=values(RunState), help="Only runs in this state; may be given several times."),
-    ] = None,
-    family: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Only this model family; may be given several times.")
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(metavar="GLOB", help="Only runs with such a name, for example 'cat-*'.")
-    ] = None,
-    last: Annotated[int | None, typer.Option(min=1, max=1_000_000, metavar="N", help="Only the newest N runs.")] = None,
-) -> int:
-    """List the runs in a folder: family, state, step, losses and size."""
-    from lora_rocm.commands import runs
-
-    wanted = runs.RunFilter(tuple(each.value for each in state or ()), tuple(family or ()), name, last)
-    found = runs.runs(folder, wanted)
-    return output.show(found, runs.render(found))
+add_run_commands(app)
 
 
 @app.command(cls=Command, rich_help_panel=FILES, epilog="inspect model.safetensors")
@@ -510,19 +475,6 @@ def inspect(
     found = inspect_file.inspect(path)
     output.show(found, inspect_file.inspect_text(found))
     return 0 if found["usable"] else UserError.exit_code
-
-
-@app.command(cls=Command, rich_help_panel=RUNS, epilog="report")
-@printed
-def report(output: Output, run: RunPath = None, runs_dir: RunsDir = DEFAULT_RUNS) -> int:
-    """Write report.html of a run, even while it is running."""
-    from lora_rocm.commands.newest import run_or_newest
-    from lora_rocm.commands.output import ReportResult
-    from lora_rocm.report.report import write_report
-    from lora_rocm.supervisor.choose_run_dir import open_run
-
-    written = write_report(open_run(run_or_newest(run, runs_dir, output)))
-    return output.show(ReportResult(written), str(written))
 
 
 add_machine_commands(app)

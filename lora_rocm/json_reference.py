@@ -28,6 +28,8 @@ from lora_rocm.commands.new import NewResult, RecipesResult
 from lora_rocm.commands.output import Failed, ForgetResult, ReportResult
 from lora_rocm.commands.plan import PlanResult
 from lora_rocm.commands.push import PushResult
+from lora_rocm.commands.queue import QueueResult
+from lora_rocm.commands.queue_run import QueueRunResult
 from lora_rocm.commands.runs import RunsResult
 from lora_rocm.commands.sample_export import ExportResult, SampleResult
 from lora_rocm.commands.start_run import RunResult
@@ -40,6 +42,7 @@ RESULTS: dict[str, type] = {
     "resume": RunResult,
     "demo": RunResult,
     "ui": UiResult,
+    "fork": RunResult,
     "import": ImportResult,
     "recipes": RecipesResult,
     "new": NewResult,
@@ -51,6 +54,11 @@ RESULTS: dict[str, type] = {
     "export": ExportResult,
     "push": PushResult,
     "tune": TuneResult,
+    "queue add": QueueResult,
+    "queue list": QueueResult,
+    "queue run": QueueRunResult,
+    "queue remove": QueueResult,
+    "queue move": QueueResult,
     "status": StatusDocument,
     "runs": RunsResult,
     "inspect": InspectDocument,
@@ -67,8 +75,16 @@ RESULTS: dict[str, type] = {
     "bench step": BenchResult,
 }
 """Class of each command's JSON document. ``schema`` is missing because its document is a JSON Schema."""
-FOLLOWS = ("train", "resume", "demo")
-PLAIN = {str: "string", Path: "string", bool: "true or false", int: "whole number", float: "number", Any: "anything"}
+FOLLOWS = ("train", "resume", "demo", "fork")
+PLAIN = {
+    str: "string",
+    Path: "string",
+    bool: "true or false",
+    int: "whole number",
+    float: "number",
+    Any: "anything",
+    object: "anything",
+}
 INTRODUCTION = """\
 ---
 search:
@@ -80,10 +96,10 @@ search:
 This page is generated from the classes of the results: `python -m scripts.docs_pages`.
 
 Every command takes `--json`. Standard output is then exactly one JSON document, in ASCII; progress, and errors as
-text, go to standard error. `train`, `resume` and `demo` print JSON lines: each event of the run as it occurs, as in
-`events.jsonl` (every event has a `type`). The last line is the document, which has no `type`. `schema --json` prints
-the JSON Schema of recipes. The exit code is the same as without `--json`. With `--quiet` only the result is printed,
-as text.
+text, go to standard error. `train`, `resume`, `fork` and `demo` print JSON lines: each event of the run as it occurs,
+as in `events.jsonl` (every event has a `type`). The last line is the document, which has no `type`. `schema --json`
+prints the JSON Schema of recipes. The exit code is the same as without `--json`. With `--quiet` only the result is
+printed, as text.
 
 A command that ends with an error prints the document `Failed`. `check`, `plan` and `tune` may have results even if
 they fail: their documents have an `error` field. `chat --json` needs `--prompt`. `bench --output FILE` writes the same

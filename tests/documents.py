@@ -45,7 +45,7 @@ def _key_faults(value: dict[str, Any], kind: type, where: str) -> Iterator[str]:
 def _is_plain(value: Any, hint: Any) -> bool:
     if get_origin(hint) is Literal:
         return value in get_args(hint)
-    if hint is Any:
+    if hint in (Any, object):
         return True
     if hint is type(None):
         return value is None

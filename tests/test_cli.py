@@ -34,6 +34,10 @@ COMMANDS: dict[str, set[str]] = {
         "--no-supervisor",
     },
     "resume": {"RUN", "--runs-dir", "--set", "--cache-dir", "--accept-changes", "--gpus", "--no-supervisor"},
+    "fork": {
+        *("RUN", "--runs-dir", "--step", "--set", "--run-dir", "--cache-dir", "--gpus", "--no-supervisor"),
+        "--no-start",
+    },
     "check": {"RECIPE", "--set", "--cache-dir", "--schema-only"},
     "plan": {"RECIPE", "--set", "--cache-dir", "--card"},
     "demo": {"--family"},
@@ -75,8 +79,13 @@ COMMANDS: dict[str, set[str]] = {
         "--license",
     },
     "tune": {"RECIPE", "--set"},
+    "queue add": {"RECIPE", "--queue-dir", "--set", "--runs-dir", "--cache-dir"},
+    "queue list": {"--queue-dir"},
+    "queue run": {"--queue-dir", "--gpus", "--no-supervisor"},
+    "queue remove": {"NAME", "--queue-dir"},
+    "queue move": {"NAME", "PLACE", "--queue-dir"},
     "status": {"RUN", "--runs-dir"},
-    "runs": {"FOLDER", "--state", "--family", "--name", "--last"},
+    "runs": {"FOLDER", "--state", "--family", "--name", "--last", "--rename", "--archive", "--delete", "--dry-run"},
     "inspect": {"PATH"},
     "report": {"RUN", "--runs-dir"},
     "doctor": {"--report", "--facts", "--quick"},
@@ -126,7 +135,8 @@ def test_usage_shows_arguments_plainly() -> None:
         argument = next((option for option in options if option.isupper() and option[0] != "-"), None)
         if argument is not None:
             usage = run(*name.split(), "--help")[1].splitlines()[0]
-            special = {"import": "FILE...", "push": "RUN_OR_LORA REPO"}
+            special = {"import": "FILE...", "push": "RUN_OR_LORA REPO", "queue add": "RECIPE..."}
+            special |= {"queue remove": "NAME...", "queue move": "NAME PLACE"}
             plain = argument in ("RECIPE", "PATH") and name not in ("env", "new")
             wanted = special.get(name) or (argument if plain else f"[{argument}]")
             assert usage == f"Usage: lora-rocm {name} [OPTIONS] {wanted}".replace("lora-rocm", usage.split()[1])

@@ -160,7 +160,7 @@ def test_keys_are_found_in_a_page() -> None:
     assert "model.levitate" not in keys and "model" in sections
 
 
-COMMAND = re.compile(r"lora-rocm ((?:cache |bench )?[a-z]+)([^\n]*)")
+COMMAND = re.compile(r"lora-rocm ((?:cache |bench |queue )?[a-z]+)([^\n]*)")
 
 
 def code_in(text: str) -> list[str]:

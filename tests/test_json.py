@@ -18,6 +18,8 @@ from lora_rocm.commands import chat, compare, start_run, tune
 from lora_rocm.commands.output import Failed, json_value
 from lora_rocm.json_reference import FOLLOWS, RESULTS
 from lora_rocm.processes import row_runner
+from lora_rocm.recipe.comparison import fingerprint
+from lora_rocm.recipe.load import load_recipe
 from lora_rocm.rundir.event_types import AnsweredEvent
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import worker_process as worker_process
@@ -28,7 +30,7 @@ from tests.commands.test_plan import net
 from tests.documents import faults
 from tests.golden import HOSTS
 from tests.hardware.situations import situation
-from tests.supervisor.fake_run import heard, write_whole_run
+from tests.supervisor.fake_run import heard, write_checkpoint, write_whole_run
 from tests.test_cli import COMMANDS
 from tests.wording import mentions, says
 
@@ -65,7 +67,12 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for number, size in enumerate([(64, 64), (64, 32), (8, 8)]):
         Image.new("RGB", size, (number, 0, 0)).save(tmp_path / "pics" / f"{number}.png")
     write_whole_run(RunDir(tmp_path / "run"))
+    write_checkpoint(
+        RunDir(tmp_path / "run"), 20, recipe=fingerprint(load_recipe(tmp_path / "run" / "recipe.yaml").recipe)
+    )
     write_published_run(tmp_path / "published")
+    (tmp_path / "queue").mkdir()
+    (tmp_path / "queue" / "010-waiting.yaml").write_text(RECIPE, encoding="utf-8")
     (tmp_path / "cache" / "text" / "ab").mkdir(parents=True)
     (tmp_path / "cache" / "text" / "ab" / f"ab{'0' * 38}.safetensors").write_bytes(b"torn")
 
@@ -130,6 +137,7 @@ CALLS: dict[str, tuple[str, ...]] = {
     "resume": ("resume", "run", "--set", "train.max_train_steps=50"),
     "demo": ("demo",),
     "ui": ("ui", "--port", "0", "--no-browser"),
+    "fork": ("fork", "run", "--step", "20", "--run-dir", "forked"),
     "import": ("import", "kohya.toml", "--output", "imported.yaml"),
     "recipes": ("recipes",),
     "new": ("new", "my.yaml", "--from", "sdxl", "--images", "pics", "--card", "24GB"),
@@ -141,6 +149,11 @@ CALLS: dict[str, tuple[str, ...]] = {
     "export": ("export", "run", "--format", "peft"),
     "push": ("push", "published", "me/mine", "--dry-run", "--output", "out"),
     "tune": ("tune", "r.yaml"),
+    "queue add": ("queue", "add", "r.yaml"),
+    "queue list": ("queue", "list"),
+    "queue run": ("queue", "run"),
+    "queue remove": ("queue", "remove", "waiting"),
+    "queue move": ("queue", "move", "waiting", "1"),
     "status": ("status", "run"),
     "runs": ("runs", "."),
     "inspect": ("inspect", "builtin:tiny-sdxl"),

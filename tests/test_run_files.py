@@ -34,7 +34,7 @@ SETS = (
 )
 MORE = (*SETS, "train.max_train_steps=3", "output.keep_last=1")
 FOLDERS = ("checkpoints", "samples", "tensorboard", "peft")
-IN_PLACE = {".parent.lock", ".worker.lock", "events.jsonl", "heartbeat.rank0.json", "worker.log"}
+IN_PLACE = {".parent.lock", ".worker.lock", "events.jsonl", "heartbeat.rank0.json", "losses.rank0.bin", "worker.log"}
 """Of the files of such a run; see ``run.layout.IN_PLACE``. Every other file is written whole, or only read."""
 EXPORTS = ("lora.safetensors", "pytorch_lora_weights.safetensors", "peft/unet/adapter_model.safetensors")
 

@@ -8,14 +8,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_rocm.commands.run_folder import disk_bytes
 from lora_rocm.errors import LoraRocmError, UserError
+from lora_rocm.foundation.terminal_text import legible
 from lora_rocm.foundation.units import number_text, size_text
 from lora_rocm.report.figures import Figures
+from lora_rocm.rundir.disk_space import bytes_in
+from lora_rocm.rundir.fork_origin import ForkOrigin
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.newest import is_run, written_s
 from lora_rocm.rundir.recipe_family import family_in
 from lora_rocm.rundir.run_view import RunView
+from lora_rocm.supervisor.manage_runs import RunChange, archive_run, delete_run, rename_run
 
 DAY = "%Y-%m-%d %H:%M"
 LAST_STEPS = 400
@@ -38,6 +41,7 @@ class ListedRun:
         family: model family of its recipe, or null if unknown.
         last_loss: loss of the last step, or null if unknown.
         disk_bytes: size of all its files.
+        forked_from: parent of a forked run, or null.
     """
 
     name: str
@@ -51,6 +55,7 @@ class ListedRun:
     family: str | None = None
     last_loss: float | None = None
     disk_bytes: int = 0
+    forked_from: ForkOrigin | None = None
 
 
 @dataclass(frozen=True)
@@ -58,10 +63,12 @@ class RunsResult:
     """The runs in a folder.
 
     Attributes:
-        runs: the runs, the one with the newest event last.
+        runs: the runs, the one with the newest event last; empty if the command changed runs.
+        changes: the runs that this command renamed, archived or deleted.
     """
 
     runs: tuple[ListedRun, ...]
+    changes: tuple[RunChange, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,42 @@ class RunFilter:
     families: tuple[str, ...] = ()
     name: str | None = None
     last: int | None = None
+
+
+@dataclass(frozen=True)
+class RunChanges:
+    """The changes that a user wants. Runs are paths, or names in the folder of the runs.
+
+    Attributes:
+        rename: a run and its new name, or None.
+        archive: runs to archive.
+        delete: runs to delete.
+        dry_run: whether nothing is changed, and only the freed space is computed.
+    """
+
+    rename: tuple[str, str] | None = None
+    archive: tuple[str, ...] = ()
+    delete: tuple[str, ...] = ()
+    dry_run: bool = False
+
+
+def changed(folder: Path, wanted: RunChanges) -> tuple[RunChange, ...]:
+    """Rename, archive and delete runs, in this order. It ends at the first run that is refused.
+
+    Raises:
+        UserError: there is no such run, it is running, or a name is taken or invalid.
+        StorageError: a run cannot be changed, or is a link.
+    """
+
+    def place(run: str) -> Path:
+        return folder / run if is_run(folder / run) else Path(run)
+
+    found = []
+    if wanted.rename is not None:
+        found.append(rename_run(place(wanted.rename[0]), wanted.rename[1], dry_run=wanted.dry_run))
+    found += [archive_run(place(run), dry_run=wanted.dry_run) for run in wanted.archive]
+    found += [delete_run(place(run), dry_run=wanted.dry_run) for run in wanted.delete]
+    return tuple(found)
 
 
 def runs(folder: Path, wanted: RunFilter | None = None) -> RunsResult:
@@ -111,7 +154,7 @@ def runs(folder: Path, wanted: RunFilter | None = None) -> RunsResult:
 
 def listed_run(run_dir: RunDir, family: str | None) -> ListedRun:
     """Return one run as in the list. ``family``: the model family of its recipe, or None."""
-    path, num_bytes = run_dir.path, disk_bytes(run_dir.path)
+    path, num_bytes = run_dir.path, bytes_in(run_dir.path)
     try:
         view = RunView.of(run_dir, last_steps=LAST_STEPS)
     except LoraRocmError as error:  # the other runs are still listed
@@ -129,19 +172,33 @@ def listed_run(run_dir: RunDir, family: str | None) -> ListedRun:
         family,
         losses[-1] if losses else None,
         num_bytes,
+        view.forked_from,
     )
 
 
 def render(result: RunsResult) -> str:
-    """Return the list as a table."""
-    rows = [("name", "family", "state", "step", "loss", "last loss", "disk", "last event")]
+    """Return the changes, or else the list as a table."""
+    if result.changes:
+        return "\n".join(map(_change_text, result.changes))
+    rows: list[tuple[str, ...]] = [("name", "family", "state", "step", "loss", "last loss", "disk", "last event")]
     for run in result.runs:
         of = "" if run.max_train_steps is None else f" of {run.max_train_steps}"
         step = "-" if run.updates is None else f"{run.updates}{of}"
         when = "-" if run.last_event_s is None else time.strftime(DAY, time.localtime(run.last_event_s))
         losses = (number_text(run.loss), number_text(run.last_loss))
         rows.append((run.name, run.family or "-", run.state, step, *losses, size_text(run.disk_bytes), when))
+    if any(run.forked_from is not None for run in result.runs):
+        origins = [run.forked_from for run in result.runs]
+        parents = [f"{legible(each.run.name)}, step {each.step}" if each else "-" for each in origins]
+        rows = [(*row, origin) for row, origin in zip(rows, ["forked from", *parents], strict=True)]
     return _table(rows) if result.runs else "There are no runs here."
+
+
+def _change_text(change: RunChange) -> str:
+    would = "" if change.is_done else "would be "
+    to = f": {change.now}" if change.now is not None else ""
+    freed = f" ({size_text(change.freed_bytes)} freed)" if change.freed_bytes else ""
+    return f"{change.run} {would}{change.action}{to}{freed}"
 
 
 def _table(rows: Iterable[tuple[str, ...]]) -> str:

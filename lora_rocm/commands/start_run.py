@@ -54,7 +54,7 @@ from lora_rocm.supervisor.trackers import Trackers, require_trackers
 from lora_rocm.telemetry.cards import cards_of
 
 FOLLOW_POLL_S = 0.2
-Outcome = Literal["done", "stopped", "complete", "ended"]
+Outcome = Literal["done", "stopped", "complete", "ended", "prepared"]
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,9 @@ class RunResult:
 
     Attributes:
         run_dir: the run directory.
-        outcome: done; stopped by the user; complete, if nothing was left to train; or ended. It is ended if the worker
-            had another exit code, or was one of several processes of ``torchrun``.
+        outcome: done; stopped by the user; complete, if nothing was left to train; ended; or prepared, if nothing was
+            started (``fork --no-start``). It is ended if the worker had another exit code, or was one of several
+            processes of ``torchrun``.
         exit_code: exit code of the command.
         files: LoRA files of a finished run.
         remarks: sentences about files of an earlier step.
@@ -90,6 +91,8 @@ class RunResult:
 def render(result: RunResult) -> str:
     """Return the result as text; empty if the worker has already shown everything."""
     lines = [result.stopped_by] if result.stopped_by else []
+    if result.outcome == "prepared":
+        lines.append(f"Run directory: {result.run_dir}\nStart it with:\n  {result.again}")
     if result.outcome == "stopped":
         lines.append(f"Stopped. Continue with:\n  {result.again}")
     if result.outcome in ("done", "complete"):

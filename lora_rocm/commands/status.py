@@ -13,6 +13,7 @@ from lora_rocm.model_files.readers import readers_line
 from lora_rocm.recipe.saved_recipe import recipe_fault
 from lora_rocm.report.figures import progress_of
 from lora_rocm.rundir.event_types import AlarmEvent, ChangeEvent, ErrorEvent, ExportEvent, IncidentEvent, RestartEvent
+from lora_rocm.rundir.fork_origin import ForkOrigin
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_view import RunView
 from lora_rocm.telemetry.numbers import long_text
@@ -59,6 +60,7 @@ class StatusDocument:
         files: intact result files.
         readers: programs that read each LoRA file, by its path.
         remarks: sentences about damaged, missing and older files.
+        forked_from: parent of a forked run, or null.
     """
 
     path: Path
@@ -79,6 +81,7 @@ class StatusDocument:
     files: list[Path]
     readers: dict[str, str]
     remarks: list[str]
+    forked_from: ForkOrigin | None = None
 
 
 def status(run_dir: RunDir) -> StatusDocument:
@@ -118,6 +121,7 @@ def status(run_dir: RunDir) -> StatusDocument:
         files=list(files.whole),
         readers={path: text for path, text in readers.items() if text},
         remarks=[*([fault] if (fault := recipe_fault(run_dir)) else ()), *view.remarks],
+        forked_from=view.forked_from,
     )
 
 
@@ -129,6 +133,8 @@ def status_text(found: StatusDocument) -> str:
         f"  step {found.updates}" + (f" of {total}" if total else ""),
         f"  loss {number_text(found.loss)}",
     ]
+    if found.forked_from is not None:
+        lines.insert(1, f"  forked from {found.forked_from.text}")
     if found.rate_per_s:
         left = f", {time_text(found.eta_s)} left" if found.eta_s is not None else ""
         lines.append(f"  {rate_text(found.rate_per_s)}{left}")

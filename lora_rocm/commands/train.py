@@ -6,10 +6,11 @@ from contextlib import nullcontext
 
 from lora_rocm.commands.output import Output
 from lora_rocm.commands.run_request import RunRequest
-from lora_rocm.commands.start_run import prepare_run, render
+from lora_rocm.commands.start_run import PreparedRun, RunResult, prepare_run, render
 from lora_rocm.commands.worker_log import followed
 from lora_rocm.errors import UserError
 from lora_rocm.foundation.terminal_text import printable
+from lora_rocm.processes.process import Asked
 from lora_rocm.recipe.load import load_recipe, shipped_recipes
 from lora_rocm.report.progress_bar import make_progress
 from lora_rocm.rundir.event_types import Event
@@ -26,7 +27,22 @@ def train(request: RunRequest, output: Output | None = None) -> int:
         LoraRocmError: training failed, with a message for the user.
     """
     output = output or Output()
-    run = prepare_run(request, output.notify)
+    result = trained(prepare_run(request, output.notify), output)
+    output.show(result, render(result))
+    return result.exit_code
+
+
+def trained(run: PreparedRun, output: Output, asked: Asked | None = None) -> RunResult:
+    """Train a prepared run with a progress display, and return its result.
+
+    Args:
+        run: the prepared run.
+        output: prints the progress.
+        asked: requests to stop, as in ``PreparedRun.train``.
+
+    Raises:
+        LoraRocmError: training failed, with a message for the user.
+    """
     with make_progress(output.stream, run.spill_bytes, run.run_dir) as progress:
 
         def on_event(event: Event) -> None:
@@ -34,9 +50,7 @@ def train(request: RunRequest, output: Output | None = None) -> int:
             progress.on_event(event)
 
         with followed(run.run_dir.worker_log, output.detail) if output.verbose else nullcontext():
-            result = run.train(on_event, progress.notify)
-    output.show(result, render(result))
-    return result.exit_code
+            return run.train(on_event, progress.notify, asked)
 
 
 def demo_recipe(family: str | None = None) -> str:

@@ -72,6 +72,13 @@ def resume_differences(old: Recipe, new: Recipe) -> list[Problem]:
     ]
 
 
+def all_differences(old: Recipe, new: Recipe) -> dict[str, tuple[object, object]]:
+    """Return (old, new) of each value that differs between two recipes, by dotted key. A missing key counts as null."""
+    before, after = ({dotted(key): value for key, value, _ in _leaves(recipe)} for recipe in (old, new))
+    keys = [*before, *(key for key in after if key not in before)]
+    return {key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}
+
+
 def _leaves(section: BaseModel, prefix: tuple[str, ...] = ()) -> Iterator[tuple[Key, Any, bool]]:
     """Yield (key, JSON value, whether a resume may change it) for each key that is not itself a section."""
     for name, info in type(section).model_fields.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -60,3 +61,19 @@ def shortage(path: Path, needed_bytes: int, what: str, free: Free = free_bytes) 
         f"The disk may be full before the end: {what} need about {size_text(needed_bytes)}, "
         f"and {size_text(found)} are free at {path}."
     )
+
+
+def bytes_in(folder: Path) -> int:
+    """Return the size of all files in a folder; links are not followed, and unreadable files count as 0."""
+    total, waiting = 0, [os.fspath(folder)]
+    while waiting:
+        try:
+            with os.scandir(waiting.pop()) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                    elif entry.is_file(follow_symlinks=False):
+                        total += entry.stat(follow_symlinks=False).st_size
+        except OSError:  # removed meanwhile, or no permission
+            continue
+    return total

@@ -32,11 +32,11 @@ FILE_OF = {part: f"{part}.safetensors" for part in ("adapter", "ema", "optimizer
 
 IN_PLACE = (
     r"\.parent\.lock|\.worker(\.rank\d+)?\.lock|stop|worker(\.rank\d+)?\.log|events(\.rank\d+|\.supervisor)?\.jsonl|"
-    r"heartbeat\.rank\d+\.json|tracker\.\w+\.log|stacks\.rank\d+\.txt"
+    r"heartbeat\.rank\d+\.json|tracker\.\w+\.log|stacks\.rank\d+\.txt|losses\.rank\d+\.bin"
 )
 """Pattern for the names of files that are written in place."""
 OF_PARENT = re.compile(
-    r"recipe(\.asked)?\.yaml|names\.json|environment\.json|tuned\.json|products\.csv|report\.html|compare\.html|stacks-\d+\.txt|\.probe\.tmp|"
+    r"recipe(\.asked)?\.yaml|names\.json|fork\.json|environment\.json|tuned\.json|products\.csv|report\.html|compare\.html|stacks-\d+\.txt|\.probe\.tmp|"
     r"events(\.rank\d+|\.supervisor)?\.index"
 )
 """Names of the files that the parent of rank 0 writes atomically.
@@ -156,6 +156,11 @@ class RunDir:
         Once all checks have accepted it, it is renamed to ``recipe``.
         """
         return self.path / "recipe.asked.yaml"
+
+    @property
+    def fork(self) -> Path:
+        """The file that names the parent of a forked run (``fork_origin``)."""
+        return self.path / "fork.json"
 
     @property
     def environment(self) -> Path:
@@ -310,6 +315,14 @@ class RunDir:
 
     def heartbeat(self, rank: int = 0) -> Path:
         return self.path / f"heartbeat.rank{rank}.json"
+
+    def losses(self, rank: int = 0) -> Path:
+        """The file with the loss of each of a rank's samples at each step (``sample_losses``)."""
+        return self.path / f"losses.rank{rank}.bin"
+
+    def all_losses(self) -> list[Path]:
+        """The existing files of all ranks with the losses of samples."""
+        return sorted(self.path.glob("losses.rank*.bin"))
 
     def stacks(self, rank: int = 0) -> Path:
         """The file for a worker's Python stacks, written if the worker is silent for too long (``train.session``)."""

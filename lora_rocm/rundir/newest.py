@@ -6,12 +6,13 @@ from pathlib import Path
 
 from lora_rocm.errors import UserError
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.remains import TEMPORARY
 
 
 def is_run(path: Path) -> bool:
-    """Whether there is a run at ``path``; False for a folder that this user may not read."""
+    """Whether there is a run at ``path``; False for an unfinished fork, or a folder that this user may not read."""
     try:
-        return path.is_dir() and RunDir(path).holds_run()
+        return not TEMPORARY.fullmatch(path.name) and path.is_dir() and RunDir(path).holds_run()
     except OSError:
         return False
 

@@ -27,6 +27,7 @@ from lora_rocm.rundir.event_types import (
     TelemetryEvent,
 )
 from lora_rocm.rundir.events import EventReader, size_if_there, unread_text
+from lora_rocm.rundir.fork_origin import ForkOrigin, fork_origin
 from lora_rocm.rundir.held_locks import is_running
 from lora_rocm.rundir.incidents import KINDS, Trouble, in_time, last_word
 from lora_rocm.rundir.layout import SUPERVISOR, RunDir
@@ -199,7 +200,13 @@ class RunView:
     def updates(self) -> int:
         """Number of updates made."""
         start, done = self.last(StartEvent), self.steps.whole["updates"]
-        return max((start.resumed_from or 0) if start else 0, done[-1] if done else 0)
+        forked = self.forked_from.step if self.forked_from is not None else 0
+        return max((start.resumed_from or 0) if start else forked, done[-1] if done else 0)
+
+    @cached_property
+    def forked_from(self) -> ForkOrigin | None:
+        """The parent of a forked run, or None."""
+        return fork_origin(self.run_dir)
 
     @property
     def max_train_steps(self) -> int | None:
@@ -276,6 +283,9 @@ class RunView:
             if unknown := sorted({*aside.kinds, *aside.fields}):
                 names = f"{', '.join(unknown[:5])}{', ...' if len(unknown) > 5 else ''}"
                 yield f"{path}: another version of lora-rocm wrote to this file. This version does not know {names}."
-        has_files = self.files.checkpoint or self.files.passed_over
+        new_fork = self.forked_from is not None and self.run_dir.list_checkpoints()[-1:] == [
+            (self.forked_from.step, self.run_dir.checkpoint(self.forked_from.step))
+        ]
+        has_files = (self.files.checkpoint or self.files.passed_over) and not new_fork
         if self.latest_s is None and (has_files or size_if_there(self.run_dir.events())):
             yield "its events are gone or damaged, so steps, loss and rate are unknown"

@@ -29,6 +29,7 @@ from lora_rocm.rundir import event_types
 from lora_rocm.rundir.event_types import Event
 from lora_rocm.rundir.events import EventWriter, read_events
 from lora_rocm.rundir.exit_status import size_of
+from lora_rocm.rundir.fork_origin import fork_origin
 from lora_rocm.rundir.heartbeat import read_heartbeat
 from lora_rocm.rundir.incidents import trouble_of
 from lora_rocm.rundir.layout import CHECKPOINT_NAME, SUPERVISOR, RunDir
@@ -57,11 +58,11 @@ def in_force(run_dir: RunDir, situation: Situation, notify: Callable[[str], None
     """Return the situation with the recipe changes that apply to this run.
 
     A new run uses the changes stored for this machine, and records them. A resumed run keeps the changes that it
-    started with, even if other runs have stored new ones since.
+    started with, even if other runs have stored new ones since. A fork keeps its parent's.
     """
     events = read_events(run_dir.events())
     trouble = trouble_of(run_dir, events)
-    if events or trouble:
+    if events or trouble or fork_origin(run_dir) is not None:
         return replace(situation, changes=policy.changes_of(trouble))
     for sentence in mitigation_store.notices(situation):
         notify(sentence)

@@ -19,6 +19,7 @@ from lora_rocm.memory.manager import MemoryManager
 from lora_rocm.memory.oom_recovery import Relief
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.checkpoint_record import Position
+from lora_rocm.rundir.sample_losses import LossWriter
 from lora_rocm.train import compilation
 from lora_rocm.train.artifacts import Artifacts
 from lora_rocm.train.context import Data, StartContext, captures, pins
@@ -79,7 +80,19 @@ def new_trainer(start: StartContext, data: Data, position: Position, artifacts: 
         hooks=hooks,
         steps_per_epoch=steps_per_epoch,
         clock=clock,
+        losses=_loss_writer(start, position),
     )
+
+
+def _loss_writer(start: StartContext, position: Position) -> LossWriter | None:
+    """Return the open file of this rank's losses by sample; None for texts, which have no noise level."""
+    session = start.session
+    if start.recipe.spec.trains_on_texts:
+        return None
+    writer = LossWriter(session.run_dir.losses(session.rank), position.updates, start.context.notice)
+    writer.begin()
+    session.at_close.callback(writer.close)
+    return writer
 
 
 def _watched_batches(watched: Watched, recipe: Recipe, pinned: bool) -> Callable[[], Iterator[Batch]]:

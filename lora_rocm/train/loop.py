@@ -31,6 +31,7 @@ from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.rundir.checkpoint_record import Position
 from lora_rocm.rundir.event_types import IncidentEvent, StepEvent
 from lora_rocm.rundir.run_context import RunContext
+from lora_rocm.rundir.sample_losses import LossWriter
 from lora_rocm.train.engine import Engine
 
 MAX_NONFINITE_IN_A_ROW = 4
@@ -103,6 +104,7 @@ class Pending:
 
     iteration: int
     samples: list[str]
+    positions: list[float]  # see BatchPass
     learning_rate: float
     clocks: list[Clock]
     loading_s: float
@@ -148,6 +150,7 @@ class BatchPass:
     measures: dict[str, list[Tensor]] = field(default_factory=dict)  # weighted sums, of this rank
     weight: float = 0.0  # sum of the weights of this rank's samples
     samples: list[str] = field(default_factory=list)
+    positions: list[float] = field(default_factory=list)  # in the noise schedule; NaN if it has none, or fills a batch
     clocks: list[Clock] = field(default_factory=list)
     loading_s: float = 0.0
     lost: bool = False  # memory ran out: there are no gradients
@@ -195,6 +198,14 @@ def memory_bytes(device: torch.device) -> int:
     return int(psutil.Process().memory_info().rss)
 
 
+def _recorded_positions(batch: Batch, position_B: Tensor | None) -> list[float]:
+    """Return the position of each row in the noise schedule, from tensors on the CPU; NaN for rows of weight 0."""
+    if position_B is None:
+        return [math.nan] * len(batch.sample_keys)
+    weights, positions = batch.tensors["weight"].tolist(), position_B.tolist()  # lists: no operator is launched
+    return [position if weight else math.nan for weight, position in zip(weights, positions, strict=True)]
+
+
 @dataclass
 class Trainer:
     """The training loop, with everything that it needs for one run."""
@@ -215,6 +226,7 @@ class Trainer:
     clock: SaveClock | None = None
     world: World = field(default_factory=World)
     limit: LimitFollower = NO_LIMIT  # of the allocator; other programs may take memory at any time
+    losses: LossWriter | None = None  # records the loss of each sample
     _max_train_steps: int = field(default=0, init=False)  # the argument of ``fit``
     _stopping: bool = field(default=False, init=False)  # all ranks know that they should stop
     _wrong_sums: int = field(default=0, init=False)  # in a row
@@ -302,9 +314,9 @@ class Trainer:
         work.iteration = batch.iteration
         work.samples += batch.sample_keys
         where = (self.seed, self.position.attempt, batch.iteration)
-        draws = self.family.objective.draw(
-            batch.tensors, [seed_for(*where, index) for index in batch.positions]
-        ).tensors
+        drawn = self.family.objective.draw(batch.tensors, [seed_for(*where, index) for index in batch.positions])
+        draws = drawn.tensors
+        work.positions += _recorded_positions(batch, drawn.position_B)
         if self.dropout:
             self.dropout.draw(seed_for(*where, "dropout", batch.positions[0]))
         # Send and compute
@@ -370,6 +382,7 @@ class Trainer:
         return Pending(
             iteration=iteration,
             samples=work.samples,
+            positions=work.positions,
             learning_rate=learning_rate,
             clocks=work.clocks,
             loading_s=work.loading_s,
@@ -434,6 +447,10 @@ class Trainer:
                 memory_bytes=memory_bytes(self.model.device),
             )
         )
+        if self.losses is not None:
+            self.losses.record(
+                position.updates, pending.samples, pending.positions, [float(loss) for loss in verdict.losses_B]
+            )
         self._settled_at = now
         return Outcome.DONE
 

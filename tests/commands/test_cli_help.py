@@ -41,7 +41,7 @@ def columns(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_help_is_frozen_and_nothing_is_cut(name: str) -> None:
     text = help_of(name)
     assert max(map(len, text.splitlines())) <= COLUMNS
-    assert "..." not in text.replace("COMMAND [ARGS]...", "").replace("FILE...", "")
+    assert "..." not in re.sub(r"(FILE|RECIPE|NAME)\.\.\.", "", text.replace("COMMAND [ARGS]...", ""))
     assert_golden("help", name.replace(" ", "-") or "lora-rocm", text)
 
 

@@ -55,7 +55,7 @@ def test_a_run_itself_is_a_list_of_one(folder: Path) -> None:
 
 
 def test_a_folder_without_runs_and_no_folder(folder: Path) -> None:
-    assert json.loads(command_line("runs", folder / "pictures", "--json").stdout) == {"runs": []}
+    assert json.loads(command_line("runs", folder / "pictures", "--json").stdout)["runs"] == []
     assert "no runs" in command_line("runs", folder / "pictures").stdout
     said = command_line("runs", folder / "none")
     assert said.exit_code == 2 and says(said.stderr, "commands/no-such-folder")

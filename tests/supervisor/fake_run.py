@@ -107,13 +107,13 @@ def safetensors_bytes(num_bytes: int) -> bytes:
     return (num_bytes - 8).to_bytes(8, "little") + b"{}".ljust(num_bytes - 8)
 
 
-def write_checkpoint(run_dir: RunDir, updates: int, num_bytes: int = 1000) -> Path:
+def write_checkpoint(run_dir: RunDir, updates: int, num_bytes: int = 1000, **facts: object) -> Path:
     """A checkpoint as a worker would write it, but with an adapter without tensors."""
     folder, content = run_dir.checkpoint(updates), safetensors_bytes(num_bytes)
     folder.mkdir(parents=True)
     (folder / "adapter.safetensors").write_bytes(content)
     checksums = {"adapter.safetensors": hashlib.sha256(content).hexdigest()}
-    state = {"position": asdict(Position(updates, updates)), "facts": {}, "sha256": checksums}
+    state = {"position": asdict(Position(updates, updates)), "facts": facts, "sha256": checksums}
     (folder / "state.json").write_bytes(sealed(state))
     return folder
 

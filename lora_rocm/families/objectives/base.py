@@ -23,9 +23,13 @@ class Draws:
 
     They depend only on the seeds and the batch. All are CPU tensors with a batch dimension. Timesteps are integers or
     floats, one per sample or one per token.
+
+    position_B: position of each sample in the noise schedule, from 0 (image) to 1 (noise), float32 [B]; None if there
+        is no noise. It is recorded with the sample's loss, and not sent to the device.
     """
 
     tensors: dict[str, Tensor]
+    position_B: Tensor | None = None
 
 
 MEAN, STD = "latent_mean", "latent_std"

@@ -139,7 +139,8 @@ class DdpmObjective(DenoisingObjective[DdpmSection]):
                 **self.loss_draws(levels),
                 **sampling,
                 **noise,
-            }
+            },
+            levels.position_B,
         )
 
     def noised(self, batch: Mapping[str, Tensor], draws: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -52,7 +52,7 @@ class FlowObjective(DenoisingObjective[FlowSection]):
     def _draws(self, batch: Mapping[str, Tensor], rngs: list[torch.Generator], sigma_B: Tensor) -> Draws:
         sampling = self.latents.draws(rngs, batch[MEAN].shape[1:])
         loss = self.loss_draws(Levels(1 - sigma_B, sigma_B, sigma_B))
-        return Draws({"sigma": sigma_B, **loss, **sampling, **self.noise_draws(batch, sampling, rngs)})
+        return Draws({"sigma": sigma_B, **loss, **sampling, **self.noise_draws(batch, sampling, rngs)}, sigma_B)
 
     def noised(self, batch: Mapping[str, Tensor], draws: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the model's input and the target, float32 [B, C, ...], on the device of the batch."""

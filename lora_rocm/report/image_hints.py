@@ -1,0 +1,95 @@
+"""Hints why an image is never learned, from its files: an empty caption, a duplicate, less sharp than others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from lora_rocm.dataset.images.image_io import UnreadableImage, decode
+from lora_rocm.foundation.bounded_read import check_plain, read_plain
+from lora_rocm.report.image_losses import MAX_SHOWN, ImageLoss
+
+MAX_IMAGE_BYTES = 1 << 28
+MAX_CAPTION_BYTES = 1 << 16
+SHARPNESS_SIDE_PX = 512
+BLURRED = 0.2
+"""An image is less sharp than others if its sharpness is below this share of their median."""
+LEAST_COMPARED, MAX_COMPARED = 4, 12
+"""Number of usual images that are decoded for this comparison."""
+
+
+def with_hints(images: Sequence[ImageLoss], folder: Path, caption_extensions: Sequence[str]) -> list[ImageLoss]:
+    """Return the images, the outliers with hints from their files. Only regular files in ``folder`` are read.
+
+    Args:
+        images: judged images with names relative to ``folder``.
+        folder: the folder of images.
+        caption_extensions: extensions of the caption files, with a dot; the first file that exists counts.
+    """
+    sizes = {each.name: size for each in images if (size := _size(folder, each.name)) is not None}
+    outliers = [each for each in images if each.is_outlier and each.name in sizes][:MAX_SHOWN]
+    usual = [each.name for each in images if not each.is_outlier and each.name in sizes]
+    known = [value for name in usual[:: max(len(usual) // MAX_COMPARED, 1)] if (value := _sharpness(folder / name))]
+    hints = {each.name: _hints(each.name, folder, caption_extensions, sizes, known[:MAX_COMPARED]) for each in outliers}
+    return [replace(each, hints=hints.get(each.name, ())) for each in images]
+
+
+def _hints(
+    name: str, folder: Path, extensions: Sequence[str], sizes: Mapping[str, int], sharpness: Sequence[float]
+) -> tuple[str, ...]:
+    """Return the hints of one image. sizes: bytes of all images. sharpness: of usual images."""
+    found = []
+    if _has_empty_caption(folder / name, extensions):
+        found.append("its caption is empty")
+    twins = (other for other, size in sizes.items() if size == sizes[name] and other != name)
+    if (twin := next((other for other in twins if _same(folder / name, folder / other)), None)) is not None:
+        found.append(f"the same file as {twin}, perhaps with another caption")
+    own = _sharpness(folder / name) if len(sharpness) >= LEAST_COMPARED else None
+    if own is not None and own < BLURRED * median(sharpness):
+        found.append("less sharp than the other images")
+    return tuple(found)
+
+
+def _sharpness(path: Path) -> float | None:
+    """Return the variance of the Laplacian of an image's brightness, at a fixed size; None if it cannot be decoded."""
+    try:
+        image = decode(read_plain(path, MAX_IMAGE_BYTES)).convert("L")
+    except (OSError, UnreadableImage):
+        return None
+    scale = SHARPNESS_SIDE_PX / max(image.size)
+    size = (max(round(image.width * scale), 3), max(round(image.height * scale), 3))
+    grey = np.asarray(image.resize(size), np.float64)
+    inner = grey[1:-1, 1:-1]
+    laplacian = grey[:-2, 1:-1] + grey[2:, 1:-1] + grey[1:-1, :-2] + grey[1:-1, 2:] - 4 * inner
+    return float(laplacian.var())
+
+
+def _size(folder: Path, name: str) -> int | None:
+    """Return the size of a file in a folder; None if it is missing, not regular, or elsewhere."""
+    path = folder / name
+    try:
+        if not path.resolve().is_relative_to(folder.resolve()):
+            return None
+        return check_plain(path, MAX_IMAGE_BYTES)
+    except (OSError, ValueError):
+        return None
+
+
+def _has_empty_caption(image: Path, extensions: Sequence[str]) -> bool:
+    for extension in extensions:
+        try:
+            return not read_plain(image.with_suffix(extension), MAX_CAPTION_BYTES).strip()
+        except (OSError, ValueError):  # missing, or not readable
+            continue
+    return False
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return read_plain(one, MAX_IMAGE_BYTES) == read_plain(other, MAX_IMAGE_BYTES)
+    except OSError:
+        return False
