@@ -114,7 +114,7 @@ class ShownQueue:
 
 
 def activity_of_queue(ui: UiContext) -> QueueActivity:
-    """Return what the queue does now. Only the run that is being trained is read."""
+    """Return the activity of the queue. Only the run that is being trained is read."""
     queue = QueueDir(ui.folders.queue)
     items, is_run = queue.items(), queue.is_run()
     launched = ui.launches.of(queue.path)
@@ -225,7 +225,7 @@ def move(queue: QueueDir, file_name: str, place: Callable[[int, int], int], if_m
 
 
 def remove(queue: QueueDir, edits: Edits, file_name: str, if_match: str) -> SavedEdit:
-    """Remove a recipe so that ``undo_removal`` can restore it. Its run is kept, and so is the record of its run.
+    """Remove a recipe so that ``undo_removal`` can restore it. Its run and the record of its run are kept.
 
     Raises:
         EditConflict: the file has another version now.

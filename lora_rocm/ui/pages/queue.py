@@ -1,4 +1,4 @@
-"""Queue: recipes in an order that are trained one after another, what runs now, and what was finished."""
+"""Queue: recipes in an order that are trained one after another, the present run, and the finished ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def queue(request: Request) -> Response:
 
 
 def now(request: Request) -> Response:
-    """What the queue does now."""
+    """The activity of the queue, again."""
     return fragment(request, TEMPLATE, "now", now=activity_of_queue(context_of(request)))
 
 
@@ -158,7 +158,7 @@ def _acted(request: Request) -> Response:
 
 
 def _changed(request: Request, said: str, undo: str = "") -> Response:
-    """Show the queue after a change. said: what was done. undo: the file that can be restored; or empty."""
+    """Show the queue after a change. said: its report. undo: the file that can be restored; or empty."""
     if not is_fragment(request):
         return RedirectResponse("/queue", 303)
     return fragment(request, TEMPLATE, "items", queue=shown_queue(context_of(request)), said=said, undo=undo)

@@ -33,6 +33,7 @@ def add_both(tab: Tab) -> None:
         tab.page.get_by_label(f"{name}.yaml").check()
     tab.page.get_by_role("button", name="Add to the queue").click()
     tab.page.locator("#queue-said", has_text="Added").wait_for()
+    assert not tab.page.get_by_label(f"{NAMES[0]}.yaml").is_checked()  # so nobody adds it twice
 
 
 def test_two_recipes_are_added_ordered_run_and_finished(tab: Tab, monkeypatch: pytest.MonkeyPatch) -> None:
