@@ -1,4 +1,4 @@
-"""The part Queue without a browser: its recipes and states, its changes against the version in the page, its process."""
+"""The part Queue without a browser: recipes and states, changes against the version in the page, its process."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def _acted(request: Request) -> Response:
 
 
 def _changed(request: Request, said: str, undo: str = "") -> Response:
-    """Show the queue after a change. said: its report. undo: the file that can be restored; or empty."""
+    """Show the queue after a change. said: the text of it. undo: the file that can be restored; or empty."""
     if not is_fragment(request):
         return RedirectResponse("/queue", 303)
     return fragment(request, TEMPLATE, "items", queue=shown_queue(context_of(request)), said=said, undo=undo)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from starlette.requests import Request
@@ -15,9 +16,11 @@ from lora_rocm.ui.context import context_of
 from lora_rocm.ui.curves import curve_of, reduced, smoothed, to_bytes
 from lora_rocm.ui.fields import query_of, text_of
 from lora_rocm.ui.live import live_id
+from lora_rocm.ui.pages import run_fork
 from lora_rocm.ui.part import Part
 from lora_rocm.ui.rendering import fragment, page, url
 from lora_rocm.ui.run_details import ShownDetails, details_of, logs_of, previews_of, result_paths, stories_of
+from lora_rocm.ui.run_family import parent_of
 from lora_rocm.ui.run_list import newest_runs, run_names
 from lora_rocm.ui.security import SANDBOX_POLICY
 from lora_rocm.ui.thumbnails import MEDIA_TYPE, SIDES_PX, thumbnail
@@ -56,6 +59,8 @@ def view(request: Request) -> Response:
         others=others,
         stories=stories_of(shown.view),
         is_archived=is_archived,
+        parent=parent_of(ui.folders, run_dir),
+        checkpoints=[step for step, _ in run_dir.list_checkpoints()],
     )
 
 
@@ -72,8 +77,13 @@ def stories(request: Request) -> Response:
 
 
 def curve(request: Request) -> Response:
-    """A curve as float32 numbers: all steps, then all values. ``smooth``: weight of the moving average."""
-    found = curve_of(context_of(request).views.of(_run(request)), query_of(request, "field"))
+    """A curve as float32 numbers: all steps, then all values.
+
+    ``smooth``: weight of the moving average. ``until``: the last step.
+    """
+    until = _number(request, "until", math.inf)
+    whole = curve_of(context_of(request).views.of(_run(request)), query_of(request, "field"))
+    found = whole if until == math.inf else [point for point in whole if point[0] <= until]
     weight = min(max(_number(request, "smooth", 0.0), 0.0), 0.9999)
     chosen = reduced(smoothed(found, weight) if weight else found, int(_number(request, "points", 1200)))
     return Response(to_bytes(chosen), media_type="application/octet-stream")
@@ -244,6 +254,7 @@ PART = Part(
         Route("/runs/log", log),
         Route("/runs/recipe", recipe),
         Route("/runs/size", size),
+        *run_fork.ROUTES,
         Route("/runs/stop", stop, methods=["POST"]),
         Route("/runs/resume", resume, methods=["POST"]),
         Route("/runs/rename", rename, methods=["POST"]),
