@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from lora_rocm.recipe.comparison import fingerprint
-from lora_rocm.recipe.fork_form import fork_form
 from lora_rocm.recipe.fork_keys import why_fixed
+from lora_rocm.recipe.fork_values import fork_values
 from lora_rocm.recipe.load import dump_recipe, load_recipe
 from lora_rocm.rundir.fork_origin import fork_origin
 from lora_rocm.rundir.layout import RunDir
@@ -43,13 +43,13 @@ def resumed(monkeypatch: pytest.MonkeyPatch) -> list[RunDir]:
     return found
 
 
-def test_the_form_has_every_key_that_may_change_and_no_other(parent: RunDir) -> None:
-    form = fork_form(load_recipe(parent.recipe).recipe)
-    assert "optim.learning_rate" in form.fields and "timeouts.step" in form.fields
-    assert not [key for key in form.fields if why_fixed(key)] and "lora.rank" not in form.fields
-    assert form.overrides({}) == [] and form.overrides({key: f.value for key, f in form.fields.items()}) == []
+def test_every_key_that_may_change_is_there_and_no_other(parent: RunDir) -> None:
+    values = fork_values(load_recipe(parent.recipe).recipe)
+    assert "optim.learning_rate" in values.fields and "timeouts.step" in values.fields
+    assert not [key for key in values.fields if why_fixed(key)] and "lora.rank" not in values.fields
+    assert values.overrides({}) == [] and values.overrides({key: f.value for key, f in values.fields.items()}) == []
     asked = {"optim.learning_rate": "5e-5", "sample.prompts": "one\r\ntwo: 3", "lora.rank": "7", "output.author": ""}
-    overrides = form.overrides(asked)
+    overrides = values.overrides(asked)
     made = load_recipe(parent.recipe, overrides).recipe
     assert len(overrides) == 3 and made.optim.learning_rate == 5e-5 and made.sample.prompts == ("one", "two: 3")
 

@@ -34,7 +34,7 @@ def queue(request: Request) -> Response:
     """The page."""
     ui = context_of(request)
     recipes, activity = listed_recipes(ui.folders), activity_of_queue(ui)
-    return page(request, TEMPLATE, now=activity, queue=shown_queue(ui), recipes=recipes, said="", undo="")
+    return page(request, TEMPLATE, now=activity, queue=shown_queue(ui), recipes=recipes, report="", undo="")
 
 
 def now(request: Request) -> Response:
@@ -44,7 +44,7 @@ def now(request: Request) -> Response:
 
 def items(request: Request) -> Response:
     """The recipes in order and the finished ones, again."""
-    return fragment(request, TEMPLATE, "items", queue=shown_queue(context_of(request)), said="", undo="")
+    return fragment(request, TEMPLATE, "items", queue=shown_queue(context_of(request)), report="", undo="")
 
 
 async def add(request: Request) -> Response:
@@ -145,10 +145,10 @@ def _item(ui: UiContext, file_name: str) -> Path:
     return path
 
 
-def _recipe(request: Request, path: Path, said: str) -> Response:
+def _recipe(request: Request, path: Path, report: str) -> Response:
     content, version = context_of(request).edits.read(path)
     text = (content or b"").decode("utf-8", "replace")
-    return fragment(request, TEMPLATE, "recipe", file=path.name, text=text, version=version, said=said)
+    return fragment(request, TEMPLATE, "recipe", file=path.name, text=text, version=version, report=report)
 
 
 def _acted(request: Request) -> Response:
@@ -157,11 +157,11 @@ def _acted(request: Request) -> Response:
     return fragment(request, TEMPLATE, "now", now=activity_of_queue(context_of(request)))
 
 
-def _changed(request: Request, said: str, undo: str = "") -> Response:
-    """Show the queue after a change. said: the text of it. undo: the file that can be restored; or empty."""
+def _changed(request: Request, report: str, undo: str = "") -> Response:
+    """Show the queue after a change. report: a sentence. undo: the file that can be restored; or empty."""
     if not is_fragment(request):
         return RedirectResponse("/queue", 303)
-    return fragment(request, TEMPLATE, "items", queue=shown_queue(context_of(request)), said=said, undo=undo)
+    return fragment(request, TEMPLATE, "items", queue=shown_queue(context_of(request)), report=report, undo=undo)
 
 
 PART = Part(

@@ -1,4 +1,4 @@
-"""A run's forks and images: a form that forks it from a checkpoint, its parent, its forks, and images never learned."""
+"""A run's forks and images: forking it from a checkpoint, its parent, its forks, and images that are never learned."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def family(request: Request) -> Response:
     return fragment(request, TEMPLATE, "family", parent=parent, forks=forks)
 
 
-def form(request: Request) -> Response:
-    """The form of a fork: the step, and the keys that may change."""
-    from lora_rocm.recipe.fork_form import fork_form
+def fork_fields(request: Request) -> Response:
+    """The fields of a fork: the step, and the keys that may change."""
+    from lora_rocm.recipe.fork_values import fork_values
 
     run_dir = _run(request)
     steps = [step for step, _ in reversed(run_dir.list_checkpoints())]
-    name, made = context_of(request).folders.name_of(run_dir.path), fork_form(_recipe(run_dir))
+    name, made = context_of(request).folders.name_of(run_dir.path), fork_values(_recipe(run_dir))
     chosen = request.query_params.get("step", "")
-    return fragment(request, TEMPLATE, "form", name=name, steps=steps, form=made, chosen=chosen)
+    return fragment(request, TEMPLATE, "fork", name=name, steps=steps, values=made, chosen=chosen)
 
 
 async def fork(request: Request) -> Response:
@@ -50,7 +50,7 @@ async def fork(request: Request) -> Response:
 
 
 def _fork(request: Request, texts: Mapping[str, str]) -> Response:
-    from lora_rocm.recipe.fork_form import fork_form
+    from lora_rocm.recipe.fork_values import fork_values
     from lora_rocm.supervisor.fork import ForkRequest, create_fork
 
     ui, run_dir = context_of(request), _run(request)
@@ -58,7 +58,7 @@ def _fork(request: Request, texts: Mapping[str, str]) -> Response:
     if not (step.isascii() and step.isdigit() and len(step) < 10):
         raise UserError("field-missing", "No step is chosen.", where="step", fix="Choose the step of a checkpoint.")
     others = [line.strip() for line in texts.get("set", "").splitlines() if line.strip()]
-    overrides = [*fork_form(_recipe(run_dir)).overrides(texts), *others]
+    overrides = [*fork_values(_recipe(run_dir)).overrides(texts), *others]
     made = create_fork(ForkRequest(run_dir.path, int(step), overrides))
     ui.launches.resume(made.run_dir, ui.folders.working)
     address = url("/runs/view", dir=ui.folders.name_of(made.run_dir.path))
@@ -125,7 +125,7 @@ def _folder(request: Request, recipe: Recipe | None) -> Path | None:
 
 ROUTES = [
     Route("/runs/family", family),
-    Route("/runs/fork", form),
+    Route("/runs/fork", fork_fields),
     Route("/runs/images", images),
     Route("/runs/image", image),
     Route("/runs/forks", fork, methods=["POST"]),

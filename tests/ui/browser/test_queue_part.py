@@ -32,7 +32,7 @@ def add_both(tab: Tab) -> None:
     for name in NAMES:
         tab.page.get_by_label(f"{name}.yaml").check()
     tab.page.get_by_role("button", name="Add to the queue").click()
-    tab.page.locator("#queue-said", has_text="Added").wait_for()
+    tab.page.locator("#queue-report", has_text="Added").wait_for()
     assert not tab.page.get_by_label(f"{NAMES[0]}.yaml").is_checked()  # so nobody adds it twice
 
 
@@ -48,12 +48,12 @@ def test_two_recipes_are_added_ordered_run_and_finished(tab: Tab, monkeypatch: p
     up = page.get_by_role("button", name="Move q-cat up")
     up.focus()
     page.keyboard.press("Enter")
-    page.locator("#queue-said", has_text="place 1").wait_for()
+    page.locator("#queue-report", has_text="place 1").wait_for()
     assert [item.name for item in queue.items()] == ["q-cat", "q-dog"]
     assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Move q-cat up"
     page.get_by_role("button", name="Remove q-dog").click()
     page.get_by_role("button", name="Undo").click()
-    page.locator("#queue-said", has_text="Restored").wait_for()
+    page.locator("#queue-report", has_text="Restored").wait_for()
     assert tab.axe() == []
     page.get_by_role("button", name="Run the queue").click()
     done = page.get_by_role("region", name="Finished").get_by_role("link")

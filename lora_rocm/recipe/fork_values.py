@@ -1,4 +1,4 @@
-"""The form of a fork: the recipe keys that a fork may change, with the values of its parent."""
+"""The recipe keys that a fork may change, with the values of its parent, as fields to be filled in."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class ForkField:
 
 
 @dataclass(frozen=True)
-class ForkForm:
-    """The form of a fork.
+class ForkValues:
+    """The fields of a fork.
 
     Attributes:
         usual: the keys that most forks change.
@@ -55,7 +55,7 @@ class ForkForm:
         return {each.field.key: each for each in found}
 
     def overrides(self, texts: Mapping[str, str]) -> list[str]:
-        """Return the ``section.key=value`` settings of the fields whose text differs from the parent's.
+        """Return the ``section.key=value`` settings of the fields that were changed.
 
         Args:
             texts: the text of each field by its key; other keys are ignored. An empty text is null, or an empty list.
@@ -77,8 +77,8 @@ class ForkForm:
         return found
 
 
-def fork_form(parent: Recipe, registry: FamilyRegistry = FAMILIES) -> ForkForm:
-    """Return the form for a fork of a run with this recipe."""
+def fork_values(parent: Recipe, registry: FamilyRegistry = FAMILIES) -> ForkValues:
+    """Return the fields for a fork of a run with this recipe."""
     data: dict[str, Any] = parent.model_dump(mode="json")
     usual, more = dict[str, ForkField](), dict[str, list[ForkField]]()
     for section in form_sections(kinds_of(data, registry)):
@@ -92,4 +92,4 @@ def fork_form(parent: Recipe, registry: FamilyRegistry = FAMILIES) -> ForkForm:
                 usual[field.key] = found
             else:
                 more.setdefault(section.name, []).append(found)
-    return ForkForm([usual[key] for key in USUAL if key in usual], more, WHY_FIXED)
+    return ForkValues([usual[key] for key in USUAL if key in usual], more, WHY_FIXED)
