@@ -20,7 +20,7 @@ MAX_VALUE_LETTERS = 60
 
 @dataclass(frozen=True)
 class ChangedKey:
-    """A recipe key with another value than in the parent.
+    """A recipe key with a value that differs from the parent's.
 
     Attributes:
         key: the key.
