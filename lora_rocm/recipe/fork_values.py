@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lora_rocm.errors import UserError
 from lora_rocm.families.registry import FAMILIES, FamilyRegistry
@@ -79,7 +78,7 @@ class ForkValues:
 
 def fork_values(parent: Recipe, registry: FamilyRegistry = FAMILIES) -> ForkValues:
     """Return the fields for a fork of a run with this recipe."""
-    data: dict[str, Any] = parent.model_dump(mode="json")
+    data = parent.model_dump(mode="json")
     usual, more = dict[str, ForkField](), dict[str, list[ForkField]]()
     for section in form_sections(kinds_of(data, registry)):
         for field in section.fields:
