@@ -45,13 +45,13 @@ class ShippedRecipe:
 
 def shipped(registry: FamilyRegistry = FAMILIES) -> tuple[ShippedRecipe, ...]:
     """Return the shipped recipes by name. The demos come last, because they are not for a user's model."""
-    found = [_described(path, registry.names[0]) for path in shipped_recipes().values()]
+    usual = registry.names[0]
+    found = [described(path, path.read_text(encoding="utf-8"), usual) for path in shipped_recipes().values()]
     return tuple(sorted(found, key=lambda recipe: (recipe.is_demo, recipe.name)))
 
 
-def _described(path: Path, usual_family: str) -> ShippedRecipe:
+def described(path: Path, text: str, usual_family: str) -> ShippedRecipe:
     """Describe a recipe from its text alone: parsing all of them as YAML would take much of a second."""
-    text = path.read_text(encoding="utf-8")
     comment = re.match(r"(?:# ?.*\n)+", text)
     words = " ".join(line.lstrip("# ") for line in comment[0].splitlines()) if comment else ""
     first = SENTENCE.match(words)

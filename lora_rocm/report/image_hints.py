@@ -11,7 +11,9 @@ import numpy as np
 
 from lora_rocm.dataset.images.image_io import UnreadableImage, decode
 from lora_rocm.foundation.bounded_read import check_plain, read_plain
-from lora_rocm.report.image_losses import MAX_SHOWN, ImageLoss
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.report.image_losses import MAX_SHOWN, ImageLoss, image_losses
+from lora_rocm.rundir.layout import RunDir
 
 MAX_IMAGE_BYTES = 1 << 28
 MAX_CAPTION_BYTES = 1 << 16
@@ -20,6 +22,15 @@ BLURRED = 0.2
 """An image is less sharp than others if its sharpness is below this share of their median."""
 LEAST_COMPARED, MAX_COMPARED = 4, 12
 """Number of usual images that are decoded for this comparison."""
+
+
+def hinted_losses(run_dir: RunDir, recipe: Recipe | None) -> list[ImageLoss]:
+    """Return the loss of each image, with hints from the files of a run with one folder of images."""
+    found, data = image_losses(run_dir), recipe.data if recipe else None
+    if data is None or not data.path or not any(each.is_outlier for each in found):
+        return found
+    extensions = data.caption_extension
+    return with_hints(found, Path(data.path), (extensions,) if isinstance(extensions, str) else extensions)
 
 
 def with_hints(images: Sequence[ImageLoss], folder: Path, caption_extensions: Sequence[str]) -> list[ImageLoss]:

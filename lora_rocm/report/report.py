@@ -43,8 +43,8 @@ from lora_rocm.report.html import (
     section,
     table,
 )
-from lora_rocm.report.image_hints import with_hints
-from lora_rocm.report.image_losses import ImageLoss, image_losses, images_section
+from lora_rocm.report.image_hints import hinted_losses
+from lora_rocm.report.image_losses import images_section
 from lora_rocm.report.incident_texts import failure_text, trouble_section
 from lora_rocm.report.outliers import spikes_section
 from lora_rocm.report.svg_plot import Point, Series
@@ -137,7 +137,7 @@ def write_report(run_dir: RunDir, registry: FamilyRegistry = FAMILIES) -> Path:
             _before_after(facts),
             _curves(facts),
             spikes_section(view.steps),
-            images_section(_images(facts)),
+            images_section(hinted_losses(facts.run_dir, facts.recipe)),
             _previews(facts),
             _concept(facts, headline=False),
             _guard(facts),
@@ -287,15 +287,6 @@ def _curves(facts: ReportData) -> ReportBox | None:
         if drawn := plot(series, "step"):
             parts += [Heading(title), drawn]
     return section("Curves", *parts)
-
-
-def _images(facts: ReportData) -> list[ImageLoss]:
-    """The losses by image, with hints from the files of a run with one folder of images."""
-    found, data = image_losses(facts.run_dir), facts.recipe.data if facts.recipe else None
-    if data is None or not data.path or not any(each.is_outlier for each in found):
-        return found
-    extensions = data.caption_extension
-    return with_hints(found, Path(data.path), (extensions,) if isinstance(extensions, str) else extensions)
 
 
 def _smoothed_plot(name: str, points: list[Point]) -> tuple[str, list[Series]]:

@@ -81,7 +81,7 @@ def create_fork(request: ForkRequest) -> Fork:
     Raises:
         UserError: there is no such run or checkpoint, a changed key cannot change, or the directory is not empty.
         RecipeError: the parent's recipe is damaged, or a changed value is invalid.
-        ResumeError: the checkpoint was written with a recipe that differs from the parent's.
+        ResumeError: the recipe of the checkpoint differs from the parent's.
         StorageError: the checkpoint is damaged, or the fork cannot be written.
     """
     # Find the parent's recipe and checkpoint

@@ -24,6 +24,7 @@ from lora_rocm.foundation.files import (
     file_exists,
     is_link,
     make_folder,
+    open_in_place,
     refuse_link,
     remove,
     rename,
@@ -190,6 +191,14 @@ class QueueDir:
         what = "Several recipes have this number." if found else "There is no such recipe in the queue."
         fix = f"Recipes: {names}." if names else f"The queue is empty: {self.path}."
         raise UserError("queue-no-item", what, where=legible(text), fix=fix)
+
+    def ask_to_stop(self) -> None:
+        """Create the file ``stop``.
+
+        Raises:
+            StorageError: it cannot be created.
+        """
+        open_in_place(self.stop).close()
 
     # Changing; the caller has the lock of ``editing``
 

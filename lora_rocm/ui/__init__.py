@@ -40,8 +40,8 @@ Live:
     Each tab has one stream, which ``page.js`` opens. ``page(..., live=url("/live", run=name, **{"from":
     live_id(run)}))`` chooses the run. A message names what has changed, and each name becomes an event of the body:
     ``live:step``, ``live:preview`` and the other types of events, ``live:state`` (began or ended), ``live:reset``
-    (ask for everything), ``live:gone``, ``live:runs`` (the list), ``live:work-KEY``. An element updates itself by
-    ``hx-trigger="live:preview from:body" hx-get="..." hx-swap="innerMorph"``. New steps are in
+    (ask for everything), ``live:gone``, ``live:runs`` (the list), ``live:queue``, ``live:work-KEY``. An element
+    updates itself by ``hx-trigger="live:preview from:body" hx-get="..." hx-swap="innerMorph"``. New steps are in
     ``event.detail.steps``.
 
 Long work:

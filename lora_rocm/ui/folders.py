@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from lora_rocm.commands.cli_queue import DEFAULT_QUEUE, QUEUE_VARIABLE
 from lora_rocm.errors import UserError
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.newest import is_run
@@ -38,6 +39,7 @@ class Folders:
     def __init__(self, working: Path, runs: Path) -> None:
         self.working = working.resolve()
         self.runs = (self.working / runs).resolve()
+        self.queue = (self.working / (os.environ.get(QUEUE_VARIABLE) or DEFAULT_QUEUE)).resolve()
         self._lock = threading.Lock()
         self._named = [NamedFolder(self.working, "working"), NamedFolder(self.runs, "runs")]
 

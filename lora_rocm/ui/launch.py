@@ -22,13 +22,14 @@ from lora_rocm.hardware.app_dir import own_app_dir
 from lora_rocm.processes.process import own_group
 from lora_rocm.rundir.held_locks import is_running
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.supervisor.queue_dir import QueueDir
 
 MAX_SHOWN_BYTES = 1 << 14
 
 
 @dataclass
 class Launched:
-    """A process that was started here. run_dir: its run, which it creates. output: the file with its output."""
+    """A process that was started here. run_dir: its run or its queue. output: the file with its output."""
 
     run_dir: Path
     output: Path
@@ -90,6 +91,17 @@ class Launches:
             raise UserError("run-is-running", "This run is running already.", where=str(run_dir.path), fix=fix)
         prepare_run(RunRequest.continuing(run_dir.path))
         self._start(run_dir.path, ["resume", str(run_dir.path)], working)
+
+    def queue(self, folder: Path, working: Path) -> None:
+        """Run a queue. It is known by its folder, as a run is by its directory.
+
+        Raises:
+            UserError: "queue-is-run", a process runs it already.
+        """
+        if QueueDir(folder).is_run():
+            fix = "Wait until it ends, or stop it."
+            raise UserError("queue-is-run", "Another process runs this queue already.", where=str(folder), fix=fix)
+        self._start(folder, ["queue", "run", "--queue-dir", str(folder)], working)
 
     def of(self, run_dir: Path) -> Launched | None:
         """Return the process that was started last for a run, or None."""

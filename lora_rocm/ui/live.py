@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from lora_rocm.rundir.events import EventReader, size_if_there
 from lora_rocm.rundir.held_locks import is_running
 from lora_rocm.rundir.layout import SUPERVISOR, RunDir
 from lora_rocm.rundir.newest import is_run, written_s
+from lora_rocm.supervisor.queue_dir import QueueDir
 from lora_rocm.ui.folders import Folders
 
 POLL_S = 0.5
@@ -147,6 +149,7 @@ class Live:
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._known: dict[Path, tuple[float, bool]] = {}
+        self._queue: Collection[object] = ()
 
     @property
     def num_streams(self) -> int:
@@ -214,12 +217,18 @@ class Live:
                     return
             number += 1
             with_lock = number % LOCKS_EVERY == 0
-            if with_lock and self._runs_changed():
-                for stream in streams:
-                    self._send(stream, LiveMessage(stream.id, frozenset(("runs",))))
+            changed = self._lists_changed() if with_lock else frozenset[str]()
+            for stream in streams if changed else ():
+                self._send(stream, LiveMessage(stream.id, changed))
             for stream in streams:
                 if stream.run_dir is not None and (message := stream.poll(with_lock=with_lock)) is not None:
                     self._send(stream, message)
+
+    def _lists_changed(self) -> frozenset[str]:
+        """Return "runs" and "queue", if they have changed since the last call."""
+        queue, before = queue_state(QueueDir(self._folders.queue)), self._queue
+        self._queue = queue
+        return frozenset((*(["runs"] if self._runs_changed() else []), *(["queue"] if queue != before else [])))
 
     def _runs_changed(self) -> bool:
         """Whether a run appeared, ended, began, disappeared or wrote events since the last call."""
@@ -231,6 +240,17 @@ class Live:
                         found[path] = (written_s(RunDir(path)), is_running(RunDir(path)))
         changed, self._known = found != self._known, found
         return changed
+
+
+def queue_state(queue: QueueDir) -> frozenset[object]:
+    """Return a value that differs after a recipe was added, changed, moved, begun, finished or failed."""
+    found: set[object] = {queue.is_run(), queue.stop.exists()}
+    for folder in (queue.path, queue.started, queue.done):
+        with contextlib.suppress(OSError):  # no queue yet
+            for entry in os.scandir(folder):
+                if not entry.name.startswith("."):
+                    found.add((folder, entry.name, entry.stat(follow_symlinks=False).st_mtime_ns))
+    return frozenset(found)
 
 
 def offsets_of(text: str) -> tuple[int, int] | None:

@@ -21,7 +21,14 @@ from lora_rocm.ui.edits import EditConflict
 from lora_rocm.ui.texts import require_texts, t
 
 TEMPLATES = Path(__file__).with_name("templates")
-STATUS_OF = {"outside-folders": 403, "no-run": 404, "no-folder": 404, "edit-conflict": 409, "page-missing": 404}
+STATUS_OF = {
+    "outside-folders": 403,
+    "no-run": 404,
+    "no-folder": 404,
+    "no-recipe": 404,
+    "edit-conflict": 409,
+    "page-missing": 404,
+}
 """HTTP status of errors by code; other errors have the status of their branch."""
 
 

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_rocm.commands.run_folder import ARCHIVE
 from lora_rocm.commands.runs import ListedRun, listed_run
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.rundir.held_locks import is_running
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.newest import is_run, written_s
 from lora_rocm.rundir.recipe_family import family_in
+from lora_rocm.supervisor.manage_runs import ARCHIVE
 from lora_rocm.ui.folders import Folders
 
 MAX_KEPT = 2000
@@ -47,14 +47,14 @@ def newest_runs(folders: Folders, count: int | None = None, *, archived: bool = 
 
     ``archived``: whether to return the archived runs instead.
     """
-    newest = sorted(_run_dirs(folders, archived=archived), key=written_s, reverse=True)[:count]
+    newest = sorted(run_dirs(folders, archived=archived), key=written_s, reverse=True)[:count]
     listed = sorted(map(_listed, newest), key=lambda run: run.last_event_s or 0.0, reverse=True)
     return [ShownRun(run, folders.name_of(run.path), newest_picture(RunDir(run.path))) for run in listed]
 
 
 def run_names(folders: Folders, count: int) -> list[tuple[str, str]]:
     """Return the names of the newest runs: what requests call each, and its directory's name. No event is read."""
-    newest = sorted(_run_dirs(folders), key=written_s, reverse=True)[:count]
+    newest = sorted(run_dirs(folders), key=written_s, reverse=True)[:count]
     return [(folders.name_of(run_dir.path), run_dir.path.name) for run_dir in newest]
 
 
@@ -67,7 +67,8 @@ def newest_picture(run_dir: RunDir) -> str | None:
     return None
 
 
-def _run_dirs(folders: Folders, *, archived: bool = False) -> Iterator[RunDir]:
+def run_dirs(folders: Folders, *, archived: bool = False) -> Iterator[RunDir]:
+    """Yield the runs in all folders with runs, or the archived ones."""
     for folder in folders.run_folders():
         with contextlib.suppress(OSError):  # the folder does not exist yet
             for path in (folder / ARCHIVE if archived else folder).iterdir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from starlette.requests import Request
@@ -10,13 +11,16 @@ from starlette.routing import Route
 
 from lora_rocm.errors import UserError
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.supervisor.manage_runs import ARCHIVE, RunChange
 from lora_rocm.ui.context import context_of
 from lora_rocm.ui.curves import curve_of, reduced, smoothed, to_bytes
 from lora_rocm.ui.fields import query_of, text_of
 from lora_rocm.ui.live import live_id
+from lora_rocm.ui.pages import run_fork
 from lora_rocm.ui.part import Part
 from lora_rocm.ui.rendering import fragment, page, url
 from lora_rocm.ui.run_details import ShownDetails, details_of, logs_of, previews_of, result_paths, stories_of
+from lora_rocm.ui.run_family import parent_of
 from lora_rocm.ui.run_list import newest_runs, run_names
 from lora_rocm.ui.security import SANDBOX_POLICY
 from lora_rocm.ui.thumbnails import MEDIA_TYPE, SIDES_PX, thumbnail
@@ -45,8 +49,19 @@ def view(request: Request) -> Response:
     name = ui.folders.name_of(run_dir.path)
     live = url("/live", **{"run": name, "from": live_id(run_dir)})
     others = [pair for pair in run_names(ui.folders, OTHERS) if pair[0] != name]
-    shown = _details(request, run_dir)
-    return page(request, VIEW, live=live, run=shown, name=name, others=others, stories=stories_of(shown.view))
+    shown, is_archived = _details(request, run_dir), run_dir.path.parent.name == ARCHIVE
+    return page(
+        request,
+        VIEW,
+        live=live,
+        run=shown,
+        name=name,
+        others=others,
+        stories=stories_of(shown.view),
+        is_archived=is_archived,
+        parent=parent_of(ui.folders, run_dir),
+        checkpoints=[step for step, _ in run_dir.list_checkpoints()],
+    )
 
 
 def state(request: Request) -> Response:
@@ -62,8 +77,13 @@ def stories(request: Request) -> Response:
 
 
 def curve(request: Request) -> Response:
-    """A curve as float32 numbers: all steps, then all values. ``smooth``: weight of the moving average."""
-    found = curve_of(context_of(request).views.of(_run(request)), query_of(request, "field"))
+    """A curve as float32 numbers: all steps, then all values.
+
+    ``smooth``: weight of the moving average. ``until``: the last step.
+    """
+    until = _number(request, "until", math.inf)
+    whole = curve_of(context_of(request).views.of(_run(request)), query_of(request, "field"))
+    found = whole if until == math.inf else [point for point in whole if point[0] <= until]
     weight = min(max(_number(request, "smooth", 0.0), 0.0), 0.9999)
     chosen = reduced(smoothed(found, weight) if weight else found, int(_number(request, "points", 1200)))
     return Response(to_bytes(chosen), media_type="application/octet-stream")
@@ -129,9 +149,9 @@ def recipe(request: Request) -> Response:
 
 def size(request: Request) -> Response:
     """The space that deleting the run frees."""
-    from lora_rocm.commands.run_folder import disk_bytes
+    from lora_rocm.rundir.disk_space import bytes_in
 
-    return fragment(request, VIEW, "freed", freed=disk_bytes(_run(request).path))
+    return fragment(request, VIEW, "freed", freed=bytes_in(_run(request).path))
 
 
 def stop(request: Request) -> Response:
@@ -152,26 +172,36 @@ async def rename(request: Request) -> Response:
     """Rename the run's directory."""
     from starlette.concurrency import run_in_threadpool
 
-    from lora_rocm.commands.run_folder import rename_run
+    from lora_rocm.supervisor.manage_runs import rename_run
 
-    moved = await run_in_threadpool(rename_run, _run(request), await text_of(request, "name"))
-    return RedirectResponse(url("/runs/view", dir=context_of(request).folders.name_of(moved.path)), 303)
+    return _moved(request, await run_in_threadpool(rename_run, _run(request).path, await text_of(request, "name")))
 
 
 def archive(request: Request) -> Response:
-    """Move the run into the archive, or back."""
-    from lora_rocm.commands.run_folder import archive_run
+    """Move the run into the archive."""
+    from lora_rocm.supervisor.manage_runs import archive_run
 
-    moved = archive_run(_run(request))
-    return RedirectResponse(url("/runs/view", dir=context_of(request).folders.name_of(moved.path)), 303)
+    return _moved(request, archive_run(_run(request).path))
+
+
+def restore(request: Request) -> Response:
+    """Move the run out of the archive."""
+    from lora_rocm.supervisor.manage_runs import restore_run
+
+    return _moved(request, restore_run(_run(request).path))
 
 
 def delete(request: Request) -> Response:
     """Delete the run with all its files."""
-    from lora_rocm.commands.run_folder import delete_run
+    from lora_rocm.supervisor.manage_runs import delete_run
 
-    delete_run(_run(request))
+    delete_run(_run(request).path)
     return RedirectResponse("/runs", 303)
+
+
+def _moved(request: Request, change: RunChange) -> Response:
+    assert change.now is not None
+    return RedirectResponse(url("/runs/view", dir=context_of(request).folders.name_of(change.now)), 303)
 
 
 def _run(request: Request) -> RunDir:
@@ -224,10 +254,12 @@ PART = Part(
         Route("/runs/log", log),
         Route("/runs/recipe", recipe),
         Route("/runs/size", size),
+        *run_fork.ROUTES,
         Route("/runs/stop", stop, methods=["POST"]),
         Route("/runs/resume", resume, methods=["POST"]),
         Route("/runs/rename", rename, methods=["POST"]),
         Route("/runs/archive", archive, methods=["POST"]),
+        Route("/runs/restore", restore, methods=["POST"]),
         Route("/runs/delete", delete, methods=["POST"]),
     ],
 )

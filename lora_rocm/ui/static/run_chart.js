@@ -5,8 +5,8 @@ const FIELDS = ["updates", "loss", "learning_rate", "memory_bytes", "step_s"];
 const MORE_POINTS = 3; // after so many times the points of the first answer, the curve is asked for again
 
 /** Fetch a curve: two lists of numbers. */
-async function fetchCurve(dir, field, points, smooth) {
-  const query = new URLSearchParams({ dir, field, points, smooth });
+async function fetchCurve(dir, field, points, smooth, until = "") {
+  const query = new URLSearchParams({ dir, field, points, smooth, until });
   const answer = await fetch(`/runs/curve?${query}`);
   if (!answer.ok) return [[], []];
   const numbers = new Float32Array(await answer.arrayBuffer());
@@ -67,7 +67,7 @@ class RunChart extends HTMLElement {
   }
 
   async load() {
-    const { dir, field } = this.dataset;
+    const { dir, field, parent, forkStep } = this.dataset;
     const points = Math.round(2 * Math.max(300, this.clientWidth));
     const weight = smoothingWeight();
     this.weight = weight;
@@ -75,10 +75,11 @@ class RunChart extends HTMLElement {
     const wanted = [fetchCurve(dir, field, points, 0)];
     if (this.isMain) {
       wanted.push(fetchCurve(dir, field, points, weight), fetchCurve(dir, "held_out", points, 0));
+      wanted.push(parent ? fetchCurve(parent, field, points, weight, forkStep) : [[], []]);
       if (other) wanted.push(fetchCurve(other, field, points, weight));
     }
     const number = (this.asked = (this.asked ?? 0) + 1);
-    const [raw, smooth, heldOut, second] = await Promise.all(wanted);
+    const [raw, smooth, heldOut, trunk, second] = await Promise.all(wanted);
     if (this.left || number !== this.asked) return; // a newer question is on its way
     const shown = (curve) => ({ x: curve[0], y: curve[1].map((value) => value / this.divisor) });
     if (this.isMain) {
@@ -87,6 +88,7 @@ class RunChart extends HTMLElement {
         { label: this.dataset.smoothed, color: "--chart-1", width: 2, ...shown(smooth) },
       ];
       if (heldOut[0].length) this.curves.push({ label: this.dataset.heldOut, color: "--chart-3", width: 2, ...shown(heldOut) });
+      if (trunk[0].length) this.curves.push({ label: this.dataset.parentLabel, color: "--line-strong", width: 1.5, dash: [4, 3], ...shown(trunk) });
       if (second) this.curves.push({ label: other.split(/[\\/]/).pop(), color: "--chart-2", width: 2, ...shown(second) });
     } else {
       this.curves = [{ label: this.dataset.title, color: "--chart-1", width: 1.5, ...shown(raw) }];
@@ -147,6 +149,7 @@ class RunChart extends HTMLElement {
       label: curve.label,
       stroke: color(curve.color),
       width: curve.width,
+      dash: curve.dash,
       spanGaps: true,
       points: { show: curve.x.length < 3 },
       value: (plot, value) => (value === null || value === undefined ? "–" : Number(value.toPrecision(4)).toString()),
@@ -159,8 +162,61 @@ class RunChart extends HTMLElement {
       legend: { show: this.isMain, live: true },
       cursor: { drag: { x: true, y: false } },
       series: [{ label: this.dataset.x }, ...series],
+      hooks: this.isMain ? { draw: [(plot) => this.drawSteps(plot, color("--accent"), color("--line-strong"))] } : {},
     };
     this.plot = new uPlot(options, this.data, this.box);
+    if (this.isMain) this.plot.over.addEventListener("click", (event) => this.chooseStep(event));
+  }
+
+  get checkpoints() {
+    return (this.dataset.checkpoints || "").split(",").filter(Boolean).map(Number);
+  }
+
+  /** Mark the checkpoints at the lower edge, and the step at which a fork left its parent. */
+  drawSteps(plot, mark, line) {
+    const { ctx, bbox } = plot;
+    const bottom = bbox.top + bbox.height;
+    const side = 5 * devicePixelRatio;
+    const inside = (x) => x >= bbox.left && x <= bbox.left + bbox.width;
+    ctx.save();
+    ctx.fillStyle = mark;
+    for (const step of this.checkpoints) {
+      const x = plot.valToPos(step, "x", true);
+      if (!inside(x)) continue;
+      ctx.beginPath();
+      ctx.moveTo(x - side, bottom);
+      ctx.lineTo(x + side, bottom);
+      ctx.lineTo(x, bottom - 1.6 * side);
+      ctx.fill();
+    }
+    const x = this.dataset.forkStep ? plot.valToPos(Number(this.dataset.forkStep), "x", true) : NaN;
+    if (inside(x)) {
+      ctx.strokeStyle = line;
+      ctx.setLineDash([2 * devicePixelRatio, 3 * devicePixelRatio]);
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bottom);
+      ctx.stroke();
+    }
+    ctx.restore();
+  }
+
+  /** Open the form of a fork at the checkpoint that was clicked. */
+  async chooseStep(event) {
+    const left = event.clientX - this.plot.over.getBoundingClientRect().left;
+    const distance = (step) => Math.abs(this.plot.valToPos(step, "x") - left);
+    const nearest = this.checkpoints.sort((one, other) => distance(one) - distance(other))[0];
+    const form = document.getElementById("fork");
+    if (nearest === undefined || distance(nearest) > 12 || !form) return;
+    form.open = true;
+    for (let tries = 0; tries < 40 && !document.getElementById("fork-step"); tries += 1) {
+      await new Promise((done) => setTimeout(done, 50));
+    }
+    const select = document.getElementById("fork-step");
+    if (!select) return;
+    select.value = String(nearest);
+    form.scrollIntoView();
+    select.focus();
   }
 
   resize() {

@@ -1,0 +1,161 @@
+"""A recipe that is being edited: its text, what ``check --schema-only`` finds in it, and the values of its form."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_rocm.errors import Problem, RecipeError, UserError
+from lora_rocm.families.registry import FAMILIES
+from lora_rocm.recipe.form_fields import FormField, FormSection, form_sections, simple_fields
+from lora_rocm.recipe.kinds import Kinds, kinds_of
+from lora_rocm.recipe.load import MAX_RECIPE_BYTES, LoadedRecipe, load_text
+from lora_rocm.recipe.value_edit import remove_value, set_value
+from lora_rocm.recipe.yaml_tree import YamlSyntaxError, YamlTree, parse_yaml, value_at
+
+PLACE = re.compile(r":(\d+)(?::\d+)?(?: (\S+))?")
+ENTRY = re.compile(r"\[\d+\].*")
+
+
+@dataclass(frozen=True)
+class PlacedProblem:
+    """A problem with its place. line: in the recipe; None if it is elsewhere. key: the form's field; may be empty."""
+
+    problem: Problem
+    line: int | None
+    key: str
+
+
+@dataclass(frozen=True)
+class RecipeBeingEdited:
+    """A recipe that is being edited.
+
+    Attributes:
+        text: its text.
+        loaded: the recipe, or None if it has problems.
+        problems: what is wrong with it.
+        notices: what is unusual in it.
+        tree: its content; empty if it is not YAML.
+        is_yaml: whether the form can change it.
+        kinds: its family, adapter and optimizer.
+    """
+
+    text: str
+    loaded: LoadedRecipe | None
+    problems: Sequence[PlacedProblem]
+    notices: Sequence[str]
+    tree: YamlTree
+    is_yaml: bool
+    kinds: Kinds
+
+    @property
+    def sections(self) -> tuple[FormSection, ...]:
+        """The form's sections."""
+        return form_sections(self.kinds)
+
+    @property
+    def simple(self) -> tuple[FormField, ...]:
+        """The fields that most users set."""
+        return simple_fields(self.sections)
+
+    @property
+    def shape(self) -> str:
+        """A text that differs if the form has other fields."""
+        of_texts = [field.key for section in self.sections for field in section.fields if self._is_yaml(field)]
+        named = [self.kinds.family.name, self.kinds.adapter.__name__, self.kinds.optimizer.__name__, *of_texts]
+        return hashlib.sha256(" ".join(named).encode()).hexdigest()[:16]
+
+    @property
+    def values(self) -> dict[str, str]:
+        """The text of each field of the form that the recipe gives."""
+        fields = [field for section in self.sections for field in section.fields]
+        found = {}
+        for field in fields:
+            key = (field.section, field.name)
+            value = value_at(self.tree.value, key)
+            if value is not None:
+                found[field.key] = field.fitting(value).text_of(value, self.tree.texts.get(key, ""))
+        return found
+
+    @property
+    def faults(self) -> dict[str, str]:
+        """What is wrong with each field, in the words of the command line."""
+        found: dict[str, str] = {}
+        for each in self.problems:
+            if each.key:
+                sentence = f"{each.problem.what}. {each.problem.fix}".strip()
+                found[each.key] = f"{found[each.key]} {sentence}" if each.key in found else sentence
+        return found
+
+    @property
+    def fields(self) -> Mapping[str, FormField]:
+        """Each field by its dotted key, in the form that suits its present value."""
+        fields = [field for section in self.sections for field in section.fields]
+        return {field.key: field.fitting(value_at(self.tree.value, (field.section, field.name))) for field in fields}
+
+    def _is_yaml(self, field: FormField) -> bool:
+        return field.fitting(value_at(self.tree.value, (field.section, field.name))).kind == "yaml"
+
+    def with_value(self, key: str, text: str) -> str:
+        """Return the recipe's text after a field of the form was changed. An empty field removes its key.
+
+        Raises:
+            UserError: field-unknown: there is no such field; not-yaml: text of the recipe or the field is not YAML.
+        """
+        field = self.fields.get(key)
+        if field is None:
+            fix = "Reload the page: the recipe may be of another family now."
+            raise UserError("field-unknown", "This recipe has no such field.", where=key[:200], fix=fix)
+        try:
+            if not text.strip():
+                return remove_value(self.text, field.section, field.name)
+            value, spelling = field.value_of(text)
+            return set_value(self.text, field.section, field.name, value, spelling)
+        except YamlSyntaxError as error:
+            raise UserError("not-yaml", f"This is not valid YAML: {error}", where=key, fix=error.fix) from None
+
+
+def edited(text: str, path: Path) -> RecipeBeingEdited:
+    """Return a recipe with everything that ``check --schema-only`` says about it.
+
+    Args:
+        text: its text.
+        path: its path for messages. A ``base`` is searched for next to it.
+    """
+    text = text.replace("\r\n", "\n")
+    tree, is_yaml = YamlTree(), True
+    loaded, problems = None, tuple[Problem, ...]()
+    try:
+        if len(text.encode("utf-8", "replace")) > MAX_RECIPE_BYTES:
+            what = f"is larger than {MAX_RECIPE_BYTES >> 10} KiB, so it is not a recipe"
+            raise RecipeError([Problem(str(path), what)])
+        tree = parse_yaml(text)
+    except YamlSyntaxError:
+        is_yaml = False
+    except RecipeError as error:
+        return RecipeBeingEdited(text, None, _placed(error.problems, path), (), tree, False, kinds_of({}))
+    try:
+        loaded = load_text(text, path)
+        problems = tuple(loaded.name_problems())
+    except RecipeError as error:
+        problems = tuple(error.problems)
+    own = tree.value if isinstance(tree.value, dict) else {}
+    kinds = kinds_of(loaded.layers.data if loaded is not None else own, FAMILIES)
+    notices = loaded.notices if loaded is not None else ()
+    whole = None if problems else loaded
+    is_mapping = is_yaml and isinstance(tree.value, dict | None)
+    return RecipeBeingEdited(text, whole, _placed(problems, path), notices, tree, is_mapping, kinds)
+
+
+def _placed(problems: Sequence[Problem], path: Path) -> tuple[PlacedProblem, ...]:
+    found = []
+    for problem in problems:
+        place = PLACE.match(problem.where, len(str(path))) if problem.where.startswith(str(path)) else None
+        line = int(place[1]) if place else None
+        named = (place[2] if place else problem.where.rpartition(" ")[2]) or ""
+        key = ".".join(ENTRY.sub("", named).split(".")[:2])
+        found.append(PlacedProblem(problem, line, key))
+    return tuple(found)

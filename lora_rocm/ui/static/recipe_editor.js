@@ -1,0 +1,269 @@
+// <recipe-editor>: the form and the YAML of a recipe are two views of one text. A change of a field is made in the text
+// by the server, which keeps its comments. Nothing is written until Save.
+
+import { csrfHeaders } from "/static/page.js";
+
+const PAUSE_MS = 350;
+const LOOK_MS = 4000; // between two looks at the file, which another program may change
+
+class RecipeEditor extends HTMLElement {
+  connectedCallback() {
+    this.file = this.dataset.file;
+    this.version = this.dataset.version;
+    this.area = this.querySelector("#recipe-text");
+    this.form = this.querySelector("#recipe-form");
+    this.state = this.querySelector("#saved-state");
+    this.savedText = this.area.value;
+    this.view = "simple";
+    this.order = 0;
+    this.chain = Promise.resolve();
+    this.area.addEventListener("input", () => this.soon());
+    this.form.addEventListener("input", (event) => this.typed(event));
+    this.form.addEventListener("change", (event) => this.changed(event));
+    this.addEventListener("click", (event) => this.clicked(event));
+    this.querySelector("#recipe-save").addEventListener("submit", (event) => {
+      event.preventDefault();
+      if (event.submitter?.id === "undo") this.undo(); else this.save();
+    });
+    addEventListener("keydown", (event) => {
+      if ((event.ctrlKey || event.metaKey) && event.key === "s") { event.preventDefault(); this.save(); }
+    });
+    addEventListener("beforeunload", (event) => { if (this.isDirty) event.preventDefault(); });
+    addEventListener("focus", () => this.look());
+    this.timer = setInterval(() => { if (!document.hidden) this.look(); }, LOOK_MS);
+    this.show();
+  }
+
+  disconnectedCallback() { clearInterval(this.timer); }
+
+  get isDirty() { return this.area.value !== this.savedText; }
+
+  address(name) { return `/recipe/${name}?${new URLSearchParams({ file: this.file })}`; }
+
+  /** Post fields; an error of the server is shown in the page's box, and the answer is null. */
+  async post(name, fields, headers = {}) {
+    const body = new URLSearchParams(fields);
+    const send = { method: "POST", body, headers: { ...csrfHeaders(), "HX-Request": "true", ...headers } };
+    let answer;
+    try {
+      answer = await fetch(this.address(name), send);
+    } catch {
+      this.state.textContent = this.dataset.lost;
+      return null;
+    }
+    const box = document.getElementById("problem");
+    if (answer.ok) {
+      box.replaceChildren();
+      return answer;
+    }
+    box.innerHTML = await answer.text();
+    box.scrollIntoView({ block: "nearest" });
+    const conflict = box.querySelector("[data-version]");
+    this.querySelector("#conflict-choice").hidden = conflict === null;
+    if (conflict !== null) this.theirs = conflict.dataset.version;
+    return null;
+  }
+
+  soon() {
+    this.show();
+    clearTimeout(this.pause);
+    this.pause = setTimeout(() => this.check(), PAUSE_MS);
+  }
+
+  /** Changes are sent one after another, so that each is made in the text that the one before left. */
+  check(key = "", value = "") {
+    this.chain = this.chain.then(() => this.checked(key, value));
+    return this.chain;
+  }
+
+  async checked(key, value) {
+    const sent = this.area.value;
+    const answer = await this.post("draft", { text: sent, key, value });
+    if (answer === null) return;
+    const found = await answer.json();
+    if (this.area.value !== sent) { // typed meanwhile: that text is checked next
+      if (key) this.check(key, value);
+      return;
+    }
+    if (found.text !== sent) this.setText(found.text);
+    this.querySelector("#verdict").innerHTML = found.verdict;
+    if (found.shape !== this.dataset.shape) await this.renew(found.shape);
+    this.fill(found);
+    this.show();
+    this.dispatchEvent(new CustomEvent("recipe-checked", { detail: found, bubbles: true }));
+  }
+
+  setText(text) {
+    const { scrollTop, selectionStart } = this.area;
+    this.area.value = text;
+    this.area.setSelectionRange(selectionStart, selectionStart);
+    this.area.scrollTop = scrollTop;
+  }
+
+  /** The form has other fields now: the family, adapter or optimizer has changed. */
+  async renew(shape) {
+    const answer = await this.post("form", { text: this.area.value });
+    if (answer === null) return;
+    const open = [...this.form.querySelectorAll("details[open]")].map((each) => each.id);
+    const focused = document.activeElement?.id;
+    this.form.innerHTML = await answer.text();
+    this.dataset.shape = shape;
+    for (const id of open) document.getElementById(id)?.setAttribute("open", "");
+    this.setView(this.view);
+    if (focused) document.getElementById(focused)?.focus();
+  }
+
+  fill(found) {
+    for (const set of this.form.querySelectorAll("fieldset")) set.disabled = !found.is_yaml;
+    if (!found.is_yaml) return;
+    for (const field of this.form.querySelectorAll("[data-key]")) {
+      const { key } = field.dataset;
+      const value = found.values[key] ?? "";
+      const fault = found.faults[key] ?? "";
+      if (field !== document.activeElement || !field.isTyped) this.setField(field, value);
+      field.toggleAttribute("aria-invalid", fault !== "");
+      if (fault) field.setAttribute("aria-invalid", "true");
+      const box = field.closest(".recipe-field");
+      box.classList.toggle("field-wrong", fault !== "");
+      box.querySelector(".fault").textContent = fault;
+    }
+    for (const details of this.form.querySelectorAll("details")) {
+      details.classList.toggle("has-fault", details.querySelector(".field-wrong") !== null);
+    }
+  }
+
+  setField(field, value) {
+    if (field.tagName === "SELECT" && ![...field.options].some((option) => option.value === value)) {
+      field.add(new Option(value, value));
+    }
+    if (field.value !== value) field.value = value;
+    const slider = this.form.querySelector(`[data-slider="${CSS.escape(field.id)}"]`);
+    if (slider) slider.value = value || field.placeholder;
+  }
+
+  typed(event) {
+    const field = event.target;
+    if (field.id === "find-key") return this.find(field.value);
+    if (field.dataset.slider) {
+      const target = document.getElementById(field.dataset.slider);
+      target.value = field.value;
+      clearTimeout(this.slide);
+      this.slide = setTimeout(() => this.check(target.dataset.key, target.value), PAUSE_MS);
+      return undefined;
+    }
+    if (!field.dataset.key || field.tagName === "SELECT") return undefined;
+    field.isTyped = true;
+    clearTimeout(field.pause);
+    field.pause = setTimeout(() => this.check(field.dataset.key, field.value), PAUSE_MS);
+    return undefined;
+  }
+
+  changed(event) {
+    const field = event.target;
+    if (!field.dataset.key) return;
+    clearTimeout(field.pause);
+    field.isTyped = false;
+    this.check(field.dataset.key, field.value);
+  }
+
+  clicked(event) {
+    const button = event.target.closest("button");
+    if (button === null) return;
+    if (button.dataset.view) this.setView(button.dataset.view);
+    if (button.dataset.line) this.showLine(Number(button.dataset.line));
+    if (button.id === "keep-mine") { this.version = this.theirs; this.save(); }
+    if (button.id === "take-theirs") this.take();
+  }
+
+  setView(view) {
+    this.view = view;
+    this.form.querySelector(".view-simple").hidden = view !== "simple";
+    this.form.querySelector(".view-full").hidden = view !== "full";
+    for (const each of this.form.querySelectorAll("[data-view]")) {
+      each.setAttribute("aria-pressed", String(each.dataset.view === view));
+    }
+  }
+
+  /** Show only the fields whose name or meaning contains the words. */
+  find(words) {
+    const wanted = words.trim().toLowerCase();
+    for (const details of this.form.querySelectorAll(".view-full details")) {
+      let count = 0;
+      for (const field of details.querySelectorAll(".recipe-field")) {
+        const isFound = `${field.dataset.field} ${field.textContent}`.toLowerCase().includes(wanted);
+        field.hidden = !isFound;
+        count += Number(isFound);
+      }
+      details.hidden = count === 0;
+      if (wanted) details.open = count > 0;
+    }
+  }
+
+  showLine(number) {
+    const lines = this.area.value.split("\n");
+    const begin = lines.slice(0, number - 1).reduce((sum, line) => sum + line.length + 1, 0);
+    this.area.focus();
+    this.area.setSelectionRange(begin, begin + (lines[number - 1] ?? "").length);
+    this.area.scrollTop = (number - 4) * parseFloat(getComputedStyle(this.area).lineHeight);
+  }
+
+  show() {
+    this.state.textContent = this.isDirty ? this.dataset.unsaved : this.dataset.saved;
+    this.querySelector("#save").disabled = !this.isDirty;
+  }
+
+  async save() {
+    clearTimeout(this.pause);
+    await this.chain;
+    const text = this.area.value;
+    const answer = await this.post("save", { text }, { "If-Match": `"${this.version}"` });
+    if (answer === null) return false;
+    this.saved(await answer.json(), text);
+    return true;
+  }
+
+  async undo() {
+    const answer = await this.post("undo", {}, { "If-Match": `"${this.version}"` });
+    if (answer === null) return;
+    const found = await answer.json();
+    this.setText(found.text);
+    this.saved(found, found.text);
+    this.check();
+  }
+
+  saved(found, text) {
+    this.version = found.version;
+    this.savedText = text;
+    this.querySelector("#undo").hidden = !found.can_undo;
+    this.querySelector("#conflict-choice").hidden = true;
+    this.show();
+  }
+
+  /** Look whether another program has changed the file. A text that is not saved stays, and saving names the conflict. */
+  async look() {
+    let answer;
+    try {
+      answer = await fetch(this.address("present"));
+    } catch {
+      return;
+    }
+    if (!answer.ok) return;
+    const found = await answer.json();
+    if (found.version === this.version) return;
+    if (this.isDirty) {
+      this.state.textContent = this.dataset.changed;
+      return;
+    }
+    this.setText(found.text);
+    this.saved(found, found.text);
+    this.check();
+  }
+
+  async take() {
+    document.getElementById("problem").replaceChildren();
+    this.savedText = this.area.value;
+    this.version = "";
+    await this.look();
+  }
+}
+customElements.define("recipe-editor", RecipeEditor);

@@ -1,0 +1,76 @@
+"""Recipe in a browser: the form and the YAML are one text, saved, undone, and in conflict with another program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.ui.browser.conftest import Tab
+from tests.ui.test_recipe_part import RECIPE
+
+
+@pytest.fixture
+def recipe(tab: Tab, request: pytest.FixtureRequest) -> Path:
+    path = tab.folder / f"{request.node.name}.yaml"
+    path.write_text(RECIPE, encoding="utf-8")
+    return path
+
+
+def test_a_recipe_is_accessible_and_fits(tab: Tab, recipe: Path) -> None:
+    page = tab.open(f"/recipe/edit?file={recipe.name}")
+    for view in ("Usual keys", "All keys"):
+        page.get_by_role("button", name=view).click()
+        for section in page.locator(".view-full details > summary").all() if view == "All keys" else ():
+            section.click()
+        for theme in ("light", "dark"):
+            page.emulate_media(color_scheme=theme)
+            assert tab.axe() == [], f"{view} {theme}"
+        for width in (360, 1280, 2560):
+            page.set_viewport_size({"width": width, "height": 900})
+            assert tab.widest() <= 0, f"{view} at {width} px"
+
+
+def test_the_form_and_the_text_are_one(tab: Tab, recipe: Path) -> None:
+    page = tab.open(f"/recipe/edit?file={recipe.name}")
+    text, rank = page.locator("#recipe-text"), page.get_by_label("Rank", exact=True)
+    rank.fill("8")
+    rank.blur()
+    page.get_by_text("Not saved yet").wait_for()
+    page.wait_for_timeout(50)
+    page.locator("#verdict .good").wait_for()
+    assert recipe.read_text(encoding="utf-8") == RECIPE
+    # The other way, with a fault that is named at its field
+    text.fill(text.input_value().replace("max_train_steps: 40", "max_train_steps: none at all"))
+    page.locator(".view-simple .field-wrong").get_by_label("Steps").wait_for()
+    text.fill(text.input_value().replace("none at all", "60"))
+    page.locator("#verdict .good").wait_for()
+    assert page.get_by_label("Steps").first.input_value() == "60"
+    # Saved and undone
+    page.get_by_role("button", name="Save", exact=True).click()
+    page.get_by_text("Saved", exact=True).wait_for()
+    wanted = RECIPE.replace("rank: 16 ", "rank: 8  ").replace("steps: 40", "steps: 60")
+    assert recipe.read_text(encoding="utf-8") == wanted
+    page.get_by_role("button", name="Undo the last save").click()
+    page.get_by_role("button", name="Undo the last save").wait_for(state="hidden")
+    assert recipe.read_text(encoding="utf-8") == RECIPE == text.input_value()
+
+
+def test_a_hand_edit_appears_and_a_conflict_is_shown(tab: Tab, recipe: Path) -> None:
+    page = tab.open(f"/recipe/edit?file={recipe.name}")
+    text = page.locator("#recipe-text")
+    recipe.write_text(RECIPE.replace("rank: 16", "rank: 4"), encoding="utf-8")
+    page.evaluate("window.dispatchEvent(new Event('focus'))")
+    page.locator('.view-simple [data-key="lora.rank"][value]').wait_for()
+    page.wait_for_timeout(300)
+    assert page.get_by_label("Rank", exact=True).input_value() == "4" and "rank: 4" in text.input_value()
+    # Both change it
+    text.fill(RECIPE + "# mine\n")
+    recipe.write_text(RECIPE + "# theirs\n", encoding="utf-8")
+    page.get_by_role("button", name="Save", exact=True).click()
+    page.locator(".problem .code", has_text="edit-conflict").wait_for()
+    assert recipe.read_text(encoding="utf-8").endswith("# theirs\n") and text.input_value().endswith("# mine\n")
+    page.get_by_role("button", name="Save my version").click()
+    page.get_by_text("Saved", exact=True).wait_for()
+    assert recipe.read_text(encoding="utf-8").endswith("# mine\n")
+    tab.faults.clear()  # the browser reports the status 409

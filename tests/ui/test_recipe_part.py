@@ -1,0 +1,150 @@
+"""Recipe without a browser: the list, the text and its form, live checks, saving with its version, undo, copies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_rocm.ui.edits import version_of
+from tests.ui.site import Site, code_of
+
+RECIPE = """\
+# Nothing here is lost.
+model:
+  name_or_path: builtin:tiny-sdxl   # the base
+data: {path: "builtin:demo"}
+
+lora:
+  rank: 16                  # 8 for a simple subject
+train:
+  max_train_steps: 40
+"""
+FILE = "my recipe.yaml"
+
+
+@pytest.fixture
+def recipe(site: Site) -> Path:
+    path = site.folder / FILE
+    path.write_text(RECIPE, encoding="utf-8")
+    return path
+
+
+def draft(site: Site, text: str, key: str = "", value: str = "") -> dict[str, Any]:
+    answer = site.client.post("/recipe/draft", params={"file": FILE}, data={"text": text, "key": key, "value": value})
+    assert answer.status_code == 200, answer.text
+    return dict(json.loads(answer.text))
+
+
+def save(site: Site, text: str, version: str) -> Any:
+    headers = {"if-match": f'"{version}"', "hx-request": "true"}
+    return site.client.post("/recipe/save", params={"file": FILE}, data={"text": text}, headers=headers)
+
+
+def test_the_list_has_recipes_and_no_other_yaml_file(site: Site, recipe: Path) -> None:
+    (site.folder / "recipes").mkdir()
+    (site.folder / "recipes" / "second.yml").write_text(RECIPE, encoding="utf-8")
+    (site.folder / "compose.yaml").write_text("services: {}\n", encoding="utf-8")
+    (site.folder / "broken.yaml").write_bytes(b"model:\n\xff")
+    text = site.get("/recipe")
+    assert "my recipe.yaml" in text and "recipes/second.yml" in text and "Nothing here is lost." in text
+    assert "compose.yaml" not in text and "broken.yaml" not in text
+
+
+def test_an_empty_folder_says_what_a_recipe_is(site: Site) -> None:
+    assert "empty-title" in site.get("/recipe")
+
+
+def test_the_page_has_the_text_and_every_key(site: Site, recipe: Path) -> None:
+    from lora_rocm.recipe.form_fields import form_sections
+    from lora_rocm.recipe.kinds import kinds_of
+
+    text = site.get("/recipe/edit", file=FILE)
+    assert "# Nothing here is lost." in text
+    for section in form_sections(kinds_of({})):
+        for field in section.fields:
+            assert f'data-key="{field.key}"' in text, field.key
+
+
+def test_a_field_changes_only_its_line(site: Site, recipe: Path) -> None:
+    found = draft(site, RECIPE, "lora.rank", "8")
+    assert found["text"] == RECIPE.replace("rank: 16 ", "rank: 8  ") and found["is_valid"]
+    assert found["values"]["lora.rank"] == "8"
+    assert recipe.read_text(encoding="utf-8") == RECIPE  # nothing is written before it is saved
+    found = draft(site, found["text"], "lora.rank", "")
+    assert "rank" not in found["text"] and "# Nothing here is lost." in found["text"]
+
+
+def test_a_wrong_value_is_named_at_its_field(site: Site, recipe: Path) -> None:
+    found = draft(site, RECIPE, "lora.rank", "many")
+    assert set(found["faults"]) == {"lora.rank"} and not found["is_valid"] and "^^^^" in found["verdict"]
+    assert 'data-line="7"' in found["verdict"]
+    assert draft(site, RECIPE)["faults"] == {}
+
+
+def test_a_text_that_is_no_yaml_stops_the_form_and_not_the_page(site: Site, recipe: Path) -> None:
+    found = draft(site, "model: [")
+    assert not found["is_yaml"] and "problem" in found["verdict"]
+    where = {"params": {"file": FILE}, "data": {"text": "model: [", "key": "lora.rank", "value": "8"}}
+    assert site.client.post("/recipe/draft", **where).status_code == 422
+
+
+def test_another_family_has_another_form(site: Site, recipe: Path) -> None:
+    before = draft(site, RECIPE)
+    after = draft(site, RECIPE, "model.family", "causal-lm")
+    assert before["shape"] != after["shape"]
+    form = site.client.post("/recipe/form", params={"file": FILE}, data={"text": after["text"]}).text
+    assert 'data-key="objective.train_on"' in form and 'data-key="data.resolution"' not in form
+
+
+def test_saving_needs_the_version_that_the_page_got(site: Site, recipe: Path) -> None:
+    version = version_of(recipe.read_bytes())
+    first = save(site, RECIPE + "# mine\n", version)
+    assert first.status_code == 200 and recipe.read_text(encoding="utf-8").endswith("# mine\n")
+    second = save(site, RECIPE + "# theirs\n", version)
+    assert second.status_code == 409 and code_of(second.text) == "edit-conflict"
+    assert f'data-version="{first.json()["version"]}"' in second.text
+    assert recipe.read_text(encoding="utf-8").endswith("# mine\n")
+    undone = site.client.post("/recipe/undo", params={"file": FILE}, headers={"if-match": "x"})
+    assert undone.json()["text"] == RECIPE == recipe.read_text(encoding="utf-8")
+
+
+def test_a_plain_form_saves_as_well_and_line_ends_stay(site: Site, recipe: Path) -> None:
+    recipe.write_bytes(RECIPE.replace("\n", "\r\n").encode())
+    data = {"text": RECIPE.replace("\n", "\r\n") + "# more\r\n", "version": version_of(recipe.read_bytes())}
+    answer = site.client.post("/recipe/save", params={"file": FILE}, data=data, follow_redirects=False)
+    assert answer.status_code == 303
+    assert recipe.read_bytes() == (RECIPE + "# more\n").replace("\n", "\r\n").encode()
+
+
+def test_a_copy_replaces_nothing(site: Site, recipe: Path) -> None:
+    answer = site.client.post("/recipe/copy", params={"file": FILE}, data={"name": "second"}, follow_redirects=False)
+    assert answer.status_code == 303 and (site.folder / "second.yaml").read_text(encoding="utf-8") == RECIPE
+    again = site.client.post("/recipe/copy", params={"file": FILE}, data={"name": "second"})
+    assert again.status_code == 422 and code_of(again.text) == "file-exists"
+    out = site.client.post("/recipe/copy", params={"file": FILE}, data={"name": "../out"})
+    assert code_of(out.text) == "outside-folders" and not (site.folder.parent / "out.yaml").exists()
+
+
+def test_only_yaml_files_are_shown_and_changed(site: Site) -> None:
+    (site.folder / "notes.txt").write_text("private", encoding="utf-8")
+    for address in ("/recipe/edit", "/recipe/present"):
+        answer = site.client.get(address, params={"file": "notes.txt"})
+        assert code_of(answer.text) == "recipe-suffix" and "private" not in answer.text
+    assert save_as(site, "notes.txt").status_code == 422
+    assert (site.folder / "notes.txt").read_text(encoding="utf-8") == "private"
+    assert code_of(site.client.get("/recipe/edit", params={"file": "none.yaml"}).text) == "no-recipe"
+
+
+def save_as(site: Site, name: str) -> Any:
+    version = version_of((site.folder / name).read_bytes())
+    return site.client.post("/recipe/save", params={"file": name}, data={"text": "x"}, headers={"if-match": version})
+
+
+def test_a_hostile_recipe_is_only_text(site: Site, recipe: Path) -> None:
+    hostile = 'model: {name_or_path: "<script>alert(1)</script>"}\nlora: {"</textarea><script>": 1}\n'
+    recipe.write_text(hostile, encoding="utf-8")
+    assert "<script>alert" not in site.get("/recipe/edit", file=FILE)
+    assert "<script>" not in draft(site, hostile)["verdict"]
