@@ -85,7 +85,7 @@ TABLES: dict[str, tuple[Callable[..., object], type, Functions]] = {
 
 
 OF_THE_PAGE = {"ui/texts.toml", "ui/static/vendored/vendored.toml"}
-"""Read by other functions, with tests of their own in tests/ui."""
+"""Other functions read them. Their tests are in tests/ui."""
 
 
 def test_every_table_of_the_package_is_in_the_list() -> None:
