@@ -172,7 +172,7 @@ def test_a_model_that_moves_begins_with_a_limit_of_now(tmp_path: Path, monkeypat
         lambda: standalone.open_transfer(GPU, SETTINGS),
         lambda: load_model.choose_memory(start, None, [SampleShape.of(tokens=8)]),  # type: ignore[arg-type]
     ]
-    start: Any = SimpleNamespace(device=GPU, settings=SETTINGS, recipe=None, dtype=None, context=NOBODY)
+    start: Any = SimpleNamespace(device=GPU, settings=SETTINGS, recipe=None, dtype=None, context=NOBODY, counting=None)
     for number, move in enumerate(moves, 1):
         card.changed(others=number * GIB)
         move()
