@@ -1,7 +1,7 @@
 """Renames, archives and deletes runs. Running runs are refused, and links are never followed.
 
 An archived run is in the folder ``archive`` next to the other runs. If it is finished, its training states are deleted:
-its results stay, and it can no longer be resumed.
+its results stay, and it can no longer be resumed. ``restore_run`` moves it back.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class RunChange:
     """A run that was renamed, archived or deleted, or would be.
 
     Attributes:
-        action: renamed, archived or deleted.
+        action: renamed, archived, restored or deleted.
         run: the run directory before.
         now: the run directory now, or null if it was deleted.
         freed_bytes: disk space that was freed.
         is_done: whether it was done; false with `--dry-run`.
     """
 
-    action: Literal["renamed", "archived", "deleted"]
+    action: Literal["renamed", "archived", "restored", "deleted"]
     run: Path
     now: Path | None
     freed_bytes: int
@@ -62,13 +62,19 @@ def rename_run(run: Path, name: str, *, dry_run: bool = False) -> RunChange:
     """
     run_dir = _require_idle(run)
     name = name_key(name)
-    if fault := stem_fault(name) or ("is the name of the archive" if name.casefold() == ARCHIVE else ""):
+    if fault := stem_fault(name) or _own_fault(name):
         raise UserError("run-name", f"This name {fault}.", where=legible(name), fix="Choose another name.")
     target = run_dir.path.with_name(name)
     if not dry_run:
         _move(run_dir, target)
         _update_forks(run_dir.path, target)
     return RunChange("renamed", run_dir.path, target, 0, not dry_run)
+
+
+def _own_fault(name: str) -> str:
+    if name.casefold() == ARCHIVE:
+        return "is the name of the archive"
+    return "" if legible(name) == name else "has invisible letters"
 
 
 def archive_run(run: Path, *, dry_run: bool = False) -> RunChange:
@@ -95,6 +101,24 @@ def archive_run(run: Path, *, dry_run: bool = False) -> RunChange:
     return RunChange("archived", run_dir.path, target, freed, not dry_run)
 
 
+def restore_run(run: Path) -> RunChange:
+    """Move a run from the archive back to the other runs.
+
+    Raises:
+        UserError: there is no run, it is not in an archive, or there is a run with this name.
+        StorageError: it cannot be moved, or is a link.
+    """
+    run_dir = _require_idle(run)
+    folder = run_dir.path.parent
+    if folder.name != ARCHIVE:
+        fix = "Only runs in the folder archive can be restored."
+        raise UserError("run-not-archived", "This run is not archived.", where=str(run_dir.path), fix=fix)
+    target = folder.parent / run_dir.path.name
+    _move(run_dir, target)
+    _update_forks(run_dir.path, target)
+    return RunChange("restored", run_dir.path, target, 0)
+
+
 def _is_finished(run_dir: RunDir) -> bool:
     """Whether a run is finished and its results are intact, so that no checkpoint is needed to write them again."""
     if not run_dir.result.exists() or faults_of_finished(run_dir):
@@ -107,7 +131,7 @@ def delete_run(run: Path, *, dry_run: bool = False) -> RunChange:
     """Delete a run directory. It is first renamed, so that a killed deletion leaves no half of a run.
 
     Raises:
-        UserError: there is no run, it is running, or the folder contains files that no run writes.
+        UserError: there is no run, it is running, or the folder also contains other files.
         StorageError: it cannot be deleted, or is a link.
     """
     run_dir = _require_idle(run)
@@ -136,7 +160,7 @@ def _require_idle(run: Path) -> RunDir:
 
 
 def _running(run_dir: RunDir) -> UserError:
-    fix = "Wait for its end, or stop it with Ctrl-C in its window."
+    fix = "Wait for its end, or stop it."
     return UserError("run-is-running", "This run is running.", where=str(run_dir.path), fix=fix)
 
 
@@ -207,7 +231,7 @@ def _update_forks(before: Path, now: Path) -> None:
     if own is not None:  # its relative path was resolved from the new place
         origin = ForkOrigin(_resolved_from(before, now, own.run), own.step, own.differences)
         write_atomic(RunDir(now).fork, origin.to_bytes(now), now)
-    for folder in {before.parent, before.parent / ARCHIVE}:
+    for folder in {before.parent, before.parent / ARCHIVE, now.parent}:
         for path in sorted(folder.iterdir()) if is_folder(folder) else []:
             origin_of = fork_origin(RunDir(path)) if is_folder(path) and path != now else None
             if origin_of is not None and origin_of.run == before:

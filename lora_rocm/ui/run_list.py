@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_rocm.commands.run_folder import ARCHIVE
 from lora_rocm.commands.runs import ListedRun, listed_run
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.rundir.held_locks import is_running
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.newest import is_run, written_s
 from lora_rocm.rundir.recipe_family import family_in
+from lora_rocm.supervisor.manage_runs import ARCHIVE
 from lora_rocm.ui.folders import Folders
 
 MAX_KEPT = 2000

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from lora_rocm.commands.run_folder import ARCHIVE
 from lora_rocm.errors import UserError, storage_error
 from lora_rocm.rundir import layout
 from lora_rocm.rundir.events import EventWriter
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_view import RunView
 from lora_rocm.supervisor.lock import locked
+from lora_rocm.supervisor.manage_runs import ARCHIVE
 from lora_rocm.ui import launch
 from lora_rocm.ui.curves import FIELDS, curve_of, reduced, smoothed, to_bytes
 from lora_rocm.ui.run_details import details_of, log_end, previews_of, stories_of
@@ -174,12 +174,12 @@ def test_a_run_is_renamed_archived_and_deleted(site: Site) -> None:
         assert code_of(answer.text) in ("run-name", "field-missing"), name
     site.run("other")
     answer = site.client.post("/runs/rename", params=asked, data={"name": "other"})
-    assert code_of(answer.text) == "file-exists"
+    assert code_of(answer.text) == "run-name-taken"
     assert site.client.post("/runs/archive", params=asked, follow_redirects=False).status_code == 303
     assert "größer" not in site.get("/runs")
     assert "größer" in site.get("/runs", archived=1) and "größer" in site.get("/runs/list", archived=1)
     asked = {"dir": f"runs/{ARCHIVE}/größer & besser"}
-    assert site.client.post("/runs/archive", params=asked, follow_redirects=False).status_code == 303
+    assert site.client.post("/runs/restore", params=asked, follow_redirects=False).status_code == 303
     assert "größer" in site.get("/runs")
     asked = {"dir": "runs/größer & besser"}
     assert "KiB" in site.get("/runs/size", **asked)
@@ -192,7 +192,7 @@ def test_a_run_is_renamed_archived_and_deleted(site: Site) -> None:
 def test_a_running_run_stays_where_it_is(action: str, site: Site) -> None:
     with locked(site.run()):
         answer = site.client.post(f"/runs/{action}", params={"dir": "runs/a-run"}, data={"name": "x"})
-    assert code_of(answer.text) == "run-dir-in-use" and site.run_dir("a-run").recipe.is_file()
+    assert code_of(answer.text) == "run-is-running" and site.run_dir("a-run").recipe.is_file()
 
 
 def test_deleting_a_run_follows_no_link(site: Site, tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from lora_rocm.errors import UserError
+from lora_rocm.rundir.disk_space import bytes_in
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.supervisor.manage_runs import ARCHIVE, RunChange
 from lora_rocm.ui.context import context_of
 from lora_rocm.ui.curves import curve_of, reduced, smoothed, to_bytes
 from lora_rocm.ui.fields import query_of, text_of
@@ -46,7 +48,16 @@ def view(request: Request) -> Response:
     live = url("/live", **{"run": name, "from": live_id(run_dir)})
     others = [pair for pair in run_names(ui.folders, OTHERS) if pair[0] != name]
     shown = _details(request, run_dir)
-    return page(request, VIEW, live=live, run=shown, name=name, others=others, stories=stories_of(shown.view))
+    return page(
+        request,
+        VIEW,
+        live=live,
+        run=shown,
+        name=name,
+        others=others,
+        stories=stories_of(shown.view),
+        is_archived=run_dir.path.parent.name == ARCHIVE,
+    )
 
 
 def state(request: Request) -> Response:
@@ -129,9 +140,7 @@ def recipe(request: Request) -> Response:
 
 def size(request: Request) -> Response:
     """The space that deleting the run frees."""
-    from lora_rocm.commands.run_folder import disk_bytes
-
-    return fragment(request, VIEW, "freed", freed=disk_bytes(_run(request).path))
+    return fragment(request, VIEW, "freed", freed=bytes_in(_run(request).path))
 
 
 def stop(request: Request) -> Response:
@@ -152,26 +161,36 @@ async def rename(request: Request) -> Response:
     """Rename the run's directory."""
     from starlette.concurrency import run_in_threadpool
 
-    from lora_rocm.commands.run_folder import rename_run
+    from lora_rocm.supervisor.manage_runs import rename_run
 
-    moved = await run_in_threadpool(rename_run, _run(request), await text_of(request, "name"))
-    return RedirectResponse(url("/runs/view", dir=context_of(request).folders.name_of(moved.path)), 303)
+    return _moved(request, await run_in_threadpool(rename_run, _run(request).path, await text_of(request, "name")))
 
 
 def archive(request: Request) -> Response:
-    """Move the run into the archive, or back."""
-    from lora_rocm.commands.run_folder import archive_run
+    """Move the run into the archive."""
+    from lora_rocm.supervisor.manage_runs import archive_run
 
-    moved = archive_run(_run(request))
-    return RedirectResponse(url("/runs/view", dir=context_of(request).folders.name_of(moved.path)), 303)
+    return _moved(request, archive_run(_run(request).path))
+
+
+def restore(request: Request) -> Response:
+    """Move the run out of the archive."""
+    from lora_rocm.supervisor.manage_runs import restore_run
+
+    return _moved(request, restore_run(_run(request).path))
 
 
 def delete(request: Request) -> Response:
     """Delete the run with all its files."""
-    from lora_rocm.commands.run_folder import delete_run
+    from lora_rocm.supervisor.manage_runs import delete_run
 
-    delete_run(_run(request))
+    delete_run(_run(request).path)
     return RedirectResponse("/runs", 303)
+
+
+def _moved(request: Request, change: RunChange) -> Response:
+    assert change.now is not None
+    return RedirectResponse(url("/runs/view", dir=context_of(request).folders.name_of(change.now)), 303)
 
 
 def _run(request: Request) -> RunDir:
@@ -228,6 +247,7 @@ PART = Part(
         Route("/runs/resume", resume, methods=["POST"]),
         Route("/runs/rename", rename, methods=["POST"]),
         Route("/runs/archive", archive, methods=["POST"]),
+        Route("/runs/restore", restore, methods=["POST"]),
         Route("/runs/delete", delete, methods=["POST"]),
     ],
 )
