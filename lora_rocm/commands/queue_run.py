@@ -6,7 +6,6 @@ After a kill or a restart of the machine, the next call continues: an interrupte
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from lora_rocm.foundation.terminal_text import legible
 from lora_rocm.foundation.units import count_text
 from lora_rocm.processes.process import Asked, stop_signals
 from lora_rocm.recipe.load import load_recipe
-from lora_rocm.rundir.newest import is_run
+from lora_rocm.rundir.newest import is_run, new_run_path
 from lora_rocm.supervisor.queue_dir import QueueDir, QueueItem, locked
 
 FAILED = ("failed", "died", "unusable", "unreadable")
@@ -146,7 +145,7 @@ class QueueRunner:
             run = self.queue.run_of(item.name)
             begun = run is not None and is_run(run)
             if run is None:
-                run = _new_run(load_recipe(item.path).recipe.output.dir, item.name)
+                run = new_run_path(Path(load_recipe(item.path).recipe.output.dir), item.name)
                 self.queue.begin(item.name, run)
         return self.train(self.request(item.path, run, begun), asked)
 
@@ -189,16 +188,6 @@ def _following(queue: QueueDir, asked: Asked) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-
-
-def _new_run(folder: str, name: str) -> Path:
-    """Return the path of a new run directory, which does not exist yet."""
-    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    path, number = Path(folder) / stem, 2
-    while path.exists():
-        path = path.with_name(f"{stem}-{number}")
-        number += 1
-    return path
 
 
 def queue_text(result: QueueRunResult) -> str:

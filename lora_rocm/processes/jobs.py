@@ -1,8 +1,11 @@
-"""Jobs, requests and answers of all child processes that import torch, except the training worker. See ``CHILDREN``.
+"""Jobs, requests and answers of child processes that import torch. See ``CHILDREN``.
 
 A child gets its job in a file, which ``processes.tool`` writes and ``job_of`` reads in the child. It answers with
 events on standard output, or with one JSON object. A tracker gets its job as an argument instead, because it may
-outlive its parent and the parent's temporary folder. The training worker has no job, but command-line options.
+outlive its parent and the parent's temporary folder.
+
+The training worker has command-line options instead. The processes that help it start get lines on their standard
+input: ``checks.kernel_compiler.StepJob`` and names of cases, and ``memory.footprint_process.CountRequest``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""The newest run in a folder. No recipe is read, so that it is quick."""
+"""The runs in a folder: the newest one, and the path of a new one. No recipe is read, so that it is quick."""
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 from lora_rocm.errors import UserError
@@ -15,6 +17,16 @@ def is_run(path: Path) -> bool:
         return not TEMPORARY.fullmatch(path.name) and path.is_dir() and RunDir(path).holds_run()
     except OSError:
         return False
+
+
+def new_run_path(folder: Path, name: str) -> Path:
+    """Return the path ``<folder>/<name>-<time>`` for a new run, with a number appended if that exists already."""
+    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path, number = folder / stem, 2
+    while os.path.lexists(path):
+        path = folder / f"{stem}-{number}"
+        number += 1
+    return path
 
 
 def newest_in(folder: Path) -> Path:

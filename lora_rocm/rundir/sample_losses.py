@@ -77,9 +77,17 @@ class LossWriter:
     def begin(self) -> None:
         """Cut off repeated updates and a torn tail, and open the file for appending.
 
+        A file that another version of lora-rocm wrote is left unchanged, and nothing is recorded.
+
         Raises:
             StorageError: there is a link or a folder in place of the file.
         """
+        if _is_of_another_kind(self.path):
+            self.notice(
+                "The losses of single images are not recorded, because another version of lora-rocm wrote the file, or "
+                f"it is damaged: {self.path}. Remove it to record again."
+            )
+            return
         file = open_in_place(self.path, buffering=0)
         try:
             blocks = _blocks(self.path)
@@ -167,6 +175,18 @@ class _Blocks:
     ends: list[int] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     records: NDArray[np.void] = field(default_factory=lambda: np.empty(0, RECORD))
+
+
+def _is_of_another_kind(path: Path) -> bool:
+    """Whether a file begins neither with HEADER nor with a part of HEADER, which a kill may leave."""
+    try:
+        if is_link(path) or not path.is_file():  # there is none, or ``begin`` refuses it
+            return False
+        with path.open("rb") as file:
+            begin = file.read(len(HEADER))
+    except OSError:
+        return False
+    return not HEADER.startswith(begin)
 
 
 def _blocks(path: Path) -> _Blocks:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import json
 import re
-import time
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -26,7 +25,7 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.standard_input import INPUT_NAME
 from lora_rocm.rundir.layout import CHECKPOINT_NAME, RunDir
 from lora_rocm.rundir.made_from import keep_made
-from lora_rocm.rundir.newest import is_run
+from lora_rocm.rundir.newest import is_run, new_run_path
 from lora_rocm.rundir.recipe_file import withdraw
 from lora_rocm.rundir.result_file import read_result_file
 from lora_rocm.supervisor.run_recipe import recipe_of_run
@@ -64,10 +63,15 @@ def choose(loaded: LoadedRecipe, run_dir: Path | None, resume: str | None) -> Ch
         StorageError: the run directory contains a link in place of a file or folder that the run writes.
     """
     if resume is None:
-        return _own(Chosen(RunDir(run_dir.absolute() if run_dir else _new_directory(loaded)), resume=False))
+        return _own(
+            Chosen(
+                RunDir(run_dir.absolute() if run_dir else new_run_path(Path(loaded.recipe.output.dir), loaded.name)),
+                resume=False,
+            )
+        )
     if resume == LATEST:
         found = run_dir.absolute() if run_dir else newest_run(Path(loaded.recipe.output.dir), loaded.name)
-        return _own(Chosen(RunDir(found or _new_directory(loaded)), resume=True))
+        return _own(Chosen(RunDir(found or new_run_path(Path(loaded.recipe.output.dir), loaded.name)), resume=True))
     # --resume names a run or a checkpoint in one
     path = Path(resume).absolute()
     checkpoint = path if _is_checkpoint(path) else None
@@ -95,17 +99,6 @@ def _own(chosen: Chosen) -> Chosen:
         raise ResumeError("run-dir-name", NOT_TEXT, where=legible(str(chosen.run_dir.path)), fix=fix)
     chosen.run_dir.require_own()
     return chosen
-
-
-def _new_directory(loaded: LoadedRecipe) -> Path:
-    """Return the path ``<output.dir>/<recipe>-<time>``, with a number appended if that exists already."""
-    stem = f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    path = Path(loaded.recipe.output.dir) / stem
-    number = 2
-    while path.exists():
-        path = path.with_name(f"{stem}-{number}")
-        number += 1
-    return path
 
 
 def newest_run(folder: Path, name: str) -> Path | None:

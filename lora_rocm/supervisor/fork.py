@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -38,6 +37,7 @@ from lora_rocm.rundir.events import EventWriter, read_events
 from lora_rocm.rundir.fork_origin import ForkOrigin, changed_keys
 from lora_rocm.rundir.incidents import trouble_of
 from lora_rocm.rundir.layout import CHECKPOINT_NAME, STATE_FILE, SUPERVISOR, RunDir
+from lora_rocm.rundir.newest import new_run_path
 from lora_rocm.rundir.remains import discard_abandoned
 from lora_rocm.rundir.run_name import DEFAULT_NAME
 from lora_rocm.supervisor.choose_run_dir import owner_of
@@ -171,12 +171,7 @@ def _require_same_recipe(record: CheckpointRecord, old: Recipe) -> None:
 def _new_directory(parent: RunDir, old: Recipe, new: Recipe) -> Path:
     """Return the path ``<name of the parent>-fork-<time>``, next to the parent or in a changed ``output.dir``."""
     folder = parent.path.parent if old.output.dir == new.output.dir else Path(new.output.dir)
-    stem = f"{TIMED.sub('', parent.path.name)}-fork-{time.strftime('%Y%m%d-%H%M%S')}"
-    path, number = folder / stem, 2
-    while os.path.lexists(path):
-        path = folder / f"{stem}-{number}"
-        number += 1
-    return path
+    return new_run_path(folder, f"{TIMED.sub('', parent.path.name)}-fork")
 
 
 def _require_free(target: Path) -> None:

@@ -131,7 +131,7 @@ def delete_run(run: Path, *, dry_run: bool = False) -> RunChange:
     """Delete a run directory. It is first renamed, so that a killed deletion leaves no half of a run.
 
     Raises:
-        UserError: there is no run, it is running, or the folder also contains files of the user.
+        UserError: there is no run, it is running, or the folder also contains other files.
         StorageError: it cannot be deleted, or is a link.
     """
     run_dir = _require_idle(run)

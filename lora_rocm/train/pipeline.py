@@ -30,7 +30,7 @@ from lora_rocm.rundir.event_types import DataEvent, StepEvent
 from lora_rocm.rundir.events import latest_steps
 from lora_rocm.rundir.layout import SUPERVISOR
 from lora_rocm.rundir.recipe_file import accept
-from lora_rocm.train import compilation
+from lora_rocm.train import compilation, resume
 from lora_rocm.train.artifacts import Artifacts
 from lora_rocm.train.base_seal import identities, seals_of
 from lora_rocm.train.build_trainer import first_pass, new_trainer
@@ -43,7 +43,6 @@ from lora_rocm.train.hooks import TensorBoard, Validation
 from lora_rocm.train.input_start import start_from_inputs
 from lora_rocm.train.load_model import choose_kernels, choose_memory, compilers_of, kernels_fact, load_model
 from lora_rocm.train.lost_images import DataOfCheckpoint, data_of_checkpoint
-from lora_rocm.train.resume import require_same_base_and_data, restore
 from lora_rocm.train.start_encoder import start_encoders
 from lora_rocm.train.usable import require_startable, require_usable
 from lora_rocm.train.watched import prepare_watched
@@ -175,8 +174,8 @@ def load(
     assert model.placement is not None, "load_model places it"
     position, seals = Position(), seals_of(model.placement.fingerprints())
     if checkpoint is not None:
-        seals = require_same_base_and_data(start, data, family, checkpoint, seals)
-        position = restore(checkpoint, transfer, adapter, optimizer)
+        seals = resume.require_same_base_and_data(start, data, family, checkpoint, seals)
+        position = resume.restore(checkpoint, transfer, adapter, optimizer)
     start.world.require_same("the base model", {"base model": family.base_facts()["identity"], **seals})
     if start.world.is_first:  # only when nothing can be refused later
         accept(session.run_dir)

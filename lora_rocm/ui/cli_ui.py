@@ -29,7 +29,7 @@ def ui(
     ] = 8421,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Only print the link.")] = False,
 ) -> int:
-    """Open the web page: runs, images, recipes and this machine in a browser.
+    """Open the web page: runs, images and this machine in a browser.
 
     It needs the packages of the extra "ui". Ctrl-C ends the server; runs continue without it.
     """

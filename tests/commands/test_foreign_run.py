@@ -40,7 +40,8 @@ TRAIN_OR_ONLY_READ = {
     "commands.bench", "commands.check", "commands.env", "commands.plan", "commands.prepare", "commands.start_run",
     "commands.train", "commands.tune", "train.worker", "supervisor.choose_run_dir", "supervisor.run_recipe",
     "children.tracking", "report.report", "recipe.saved_recipe", "recipe.shipped", "commands.recipe_filling", "api",
-    "commands.queue", "commands.queue_run", "supervisor.fork",
+    "commands.queue", "commands.queue_run", "supervisor.fork", "train.step_compiler", "memory.count_child",
+    "ui.image_set.reading",
 }  # fmt: skip
 """Modules that get a recipe that the user names, or write nothing that it decides."""
 

@@ -210,8 +210,8 @@ from lora_rocm.processes import lazy_packages
 lazy_packages.install()
 for package in lazy_packages.PACKAGES:
     tree = ast.parse(pathlib.Path(sys.argv[1], *package.split("."), "__init__.py").read_text(encoding="utf-8"))
-    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 1]
-    for name in {alias.asname or alias.name for node in froms for alias in node.names}:
+    imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 1]
+    for name in {alias.asname or alias.name for node in imported for alias in node.names}:
         if (child := os.fork()) == 0:
             getattr(importlib.import_module(package), name)
             os._exit(0)

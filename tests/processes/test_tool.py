@@ -215,7 +215,7 @@ def test_a_child_ends_with_a_parent_that_was_killed(tmp_path: Path, monkeypatch:
 
 
 def test_only_modules_that_watch_their_input_themselves_are_left_alone() -> None:
-    """The worker saves before it leaves, a tracker sends what is waiting, and a conversation comes over the input."""
+    """The worker saves before it leaves, a tracker sends what is waiting, and the others work from their input."""
     package = Path(tool.__file__).parents[1]
     own = {path.stem for path in package.rglob("*.py") if "reads_input=True" in path.read_text(encoding="utf-8")}
-    assert own == {"worker_process", "trackers", "chat"}
+    assert own == {"worker_process", "trackers", "chat", "kernel_processes", "footprint_process"}

@@ -140,6 +140,18 @@ def test_hostile_content_is_skipped(tmp_path: Path) -> None:
         assert len(read_losses([file, tmp_path / "none.bin"]).loss) == 0
 
 
+@pytest.mark.parametrize(("content", "is_kept"), [(b"LORAROCM-LOSS-2\nmore", True), (b"", False), (HEADER[:5], False)])
+def test_a_file_of_another_version_is_left_as_it_is(tmp_path: Path, content: bytes, is_kept: bool) -> None:
+    file, said = tmp_path / "losses.bin", list[str]()
+    file.write_bytes(content)
+    writer = LossWriter(file, 0, said.append)
+    writer.begin()
+    writer.record(1, ["a.png"], [0.5], [1.0])
+    writer.close()
+    assert (file.read_bytes() == content) == is_kept == bool(said)
+    assert len(read_losses([file]).loss) == (0 if is_kept else 1)
+
+
 def test_the_files_of_all_ranks_are_one(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     for rank in (0, 1):

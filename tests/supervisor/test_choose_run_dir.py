@@ -11,7 +11,7 @@ from lora_rocm.families.registry import FamilyRegistry
 from lora_rocm.foundation import files
 from lora_rocm.foundation.files import write_json
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe
-from lora_rocm.rundir import recipe_file, result_file
+from lora_rocm.rundir import newest, recipe_file, result_file
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import choose_run_dir
 from tests.supervisor.fake_run import RECIPE
@@ -51,7 +51,7 @@ def snapshot(run_dir: RunDir) -> dict[str, bytes]:
 
 
 def test_default_directory_is_unique(loaded: LoadedRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose_run_dir.time, "strftime", lambda form: "20250102-030405")
+    monkeypatch.setattr(newest.time, "strftime", lambda form: "20250102-030405")
     names = []
     for _ in range(3):
         chosen = choose_run_dir.choose(loaded, None, None)

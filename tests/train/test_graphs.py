@@ -67,7 +67,7 @@ def test_a_graph_that_says_something_else_is_never_used() -> None:
     rig, fake = Rig(), Fake(corrupt)
     said = fake.into(rig, exact=False)
     assert same(rig.fit(6), Rig().fit(6)) and fake.replays == 1
-    assert len(said) == 1 and "other gradients" in said[0]
+    assert len(said) == 1 and "different gradients" in said[0]
 
 
 def test_a_graph_with_stale_inputs_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +242,7 @@ def test_samples_of_no_weight_prove_no_graph(weights: tuple[float, ...]) -> None
     """As the micro-batches that fill up a bucket's last one: a graph that counts double gives their gradients too."""
     layer, control = Layer(doubled), Layer(sound)
     assert alike(layer, Layer(sound), *weights)
-    assert layer.replays == 1 and len(layer.said) == 1 and "other gradients" in layer.said[0]
+    assert layer.replays == 1 and len(layer.said) == 1 and "different gradients" in layer.said[0]
     control.passes(*weights)
     assert control.replays == len(weights) - max(1, weights.index(1)) - (weights[1] == 0 and weights[0] == 1)
     assert control.said == []

@@ -21,6 +21,7 @@ from lora_rocm.hardware.memory_budget import GIB
 from lora_rocm.memory import manager, oom_recovery
 from lora_rocm.planning.step_choice import choose
 from lora_rocm.planning.step_plan import Plan, Rates, StepRequirements
+from lora_rocm.rundir.run_context import NOBODY
 from lora_rocm.train import load_model, standalone
 from tests.commands.test_plan import net, recipe
 from tests.device.fake_card import GPU, KEPT_FREE, LIBRARIES, SETTINGS, TOTAL, FakeCard
@@ -171,7 +172,7 @@ def test_a_model_that_moves_begins_with_a_limit_of_now(tmp_path: Path, monkeypat
         lambda: standalone.open_transfer(GPU, SETTINGS),
         lambda: load_model.choose_memory(start, None, [SampleShape.of(tokens=8)]),  # type: ignore[arg-type]
     ]
-    start: Any = SimpleNamespace(device=GPU, settings=SETTINGS, recipe=None, dtype=None, context=None)
+    start: Any = SimpleNamespace(device=GPU, settings=SETTINGS, recipe=None, dtype=None, context=NOBODY, counting=None)
     for number, move in enumerate(moves, 1):
         card.changed(others=number * GIB)
         move()

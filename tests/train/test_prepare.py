@@ -36,7 +36,7 @@ def prepared(recipe: Recipe, folder: Path) -> RunDir:
 def encoded(directory: RunDir) -> set[str]:
     """Whether a start encoded images and captions."""
     told = read_events(directory.events(), "cache")
-    return {event["what"] for event in told if event["what"] in ("images", "captions") and event["done"]}
+    return {event["what"] for event in told if event["what"] in BOTH and event["per_second"]}
 
 
 def test_a_run_afterwards_encodes_nothing_and_gives_the_same_bytes(

@@ -10,6 +10,7 @@ from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from lora_rocm.errors import UserError
+from lora_rocm.rundir.disk_space import bytes_in
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.manage_runs import ARCHIVE, RunChange
 from lora_rocm.ui.context import context_of
@@ -49,7 +50,7 @@ def view(request: Request) -> Response:
     name = ui.folders.name_of(run_dir.path)
     live = url("/live", **{"run": name, "from": live_id(run_dir)})
     others = [pair for pair in run_names(ui.folders, OTHERS) if pair[0] != name]
-    shown, is_archived = _details(request, run_dir), run_dir.path.parent.name == ARCHIVE
+    shown = _details(request, run_dir)
     return page(
         request,
         VIEW,
@@ -58,7 +59,7 @@ def view(request: Request) -> Response:
         name=name,
         others=others,
         stories=stories_of(shown.view),
-        is_archived=is_archived,
+        is_archived=run_dir.path.parent.name == ARCHIVE,
         parent=parent_of(ui.folders, run_dir),
         checkpoints=[step for step, _ in run_dir.list_checkpoints()],
     )
@@ -149,8 +150,6 @@ def recipe(request: Request) -> Response:
 
 def size(request: Request) -> Response:
     """The space that deleting the run frees."""
-    from lora_rocm.rundir.disk_space import bytes_in
-
     return fragment(request, VIEW, "freed", freed=bytes_in(_run(request).path))
 
 
