@@ -83,7 +83,8 @@ def _reads_as(text: str, data: dict[str, Any]) -> bool:
 def _composed(text: str) -> Node | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ReusedAnchorWarning)
-        return YAML(typ="rt", pure=True).compose(text)
+        node: Node | None = YAML(typ="rt", pure=True).compose(text)
+    return node
 
 
 def _pair(node: Node | None, name: str) -> tuple[ScalarNode, Node] | None:
@@ -191,7 +192,7 @@ def _without(text: str, section: str, key: str) -> str | None:
     if found is None or own is None:
         return None
     name, content = found
-    if content.flow_style:
+    if not isinstance(content, MappingNode) or content.flow_style:
         return None
     is_last = len(content.value) == 1
     begin = name.start_mark.index if is_last else own[0].start_mark.index

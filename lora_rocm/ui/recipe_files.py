@@ -10,6 +10,7 @@ from pathlib import Path
 from lora_rocm.errors import UserError
 from lora_rocm.families.registry import FAMILIES
 from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.foundation.names import name_key
 from lora_rocm.recipe.load import MAX_RECIPE_BYTES
 from lora_rocm.recipe.shipped import described
 from lora_rocm.ui.folders import Folders
@@ -36,6 +37,12 @@ class ShownRecipe:
     family: str
     purpose: str
     written_s: float
+
+
+def named_file(name: str) -> str:
+    """Return the file name for a recipe's name: with .yaml, if it has no suffix of YAML."""
+    name = name_key(name.strip())
+    return name if name.lower().endswith(SUFFIXES) else f"{name}{SUFFIXES[0]}"
 
 
 def listed_recipes(folders: Folders) -> list[ShownRecipe]:

@@ -11,12 +11,12 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from lora_rocm.errors import UserError
-from lora_rocm.foundation.names import name_key
 from lora_rocm.ui.context import UiContext, context_of
 from lora_rocm.ui.edits import MISSING
 from lora_rocm.ui.fields import fields_of, query_of, text_of
+from lora_rocm.ui.pages import recipe_new
 from lora_rocm.ui.part import Part
-from lora_rocm.ui.recipe_files import SUFFIXES, listed_recipes
+from lora_rocm.ui.recipe_files import SUFFIXES, listed_recipes, named_file
 from lora_rocm.ui.rendering import fragment, page, url
 
 LIST, EDITOR = "recipes.html.j2", "recipe.html.j2"
@@ -127,12 +127,6 @@ def _copy(request: Request, name: str) -> Response:
     return RedirectResponse(url("/recipe/edit", file=ui.folders.name_of(target)), 303)
 
 
-def named_file(name: str) -> str:
-    """Return the file name for a recipe's name: with .yaml, if it has no suffix of YAML."""
-    name = name_key(name.strip())
-    return name if name.lower().endswith(SUFFIXES) else f"{name}{SUFFIXES[0]}"
-
-
 def _changed(request: Request, version: str) -> Response:
     """Return the answer to a saved change: the version for the page's script, or the page again for a plain form."""
     ui, path = context_of(request), _recipe(request)
@@ -189,5 +183,6 @@ PART = Part(
         Route("/recipe/save", save, methods=["POST"]),
         Route("/recipe/undo", undo, methods=["POST"]),
         Route("/recipe/copy", copy, methods=["POST"]),
+        *recipe_new.ROUTES,
     ],
 )
