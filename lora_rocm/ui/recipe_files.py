@@ -45,6 +45,19 @@ def named_file(name: str) -> str:
     return name if name.lower().endswith(SUFFIXES) else f"{name}{SUFFIXES[0]}"
 
 
+def recipe_path(folders: Folders, name: str) -> Path:
+    """Return the path of the recipe that a request names. It may not exist.
+
+    Raises:
+        UserError: outside-folders; or recipe-suffix: it is not a YAML file, so the page neither shows nor changes it.
+    """
+    path = folders.resolve(name)
+    if path.suffix.lower() not in SUFFIXES:
+        fix = f"End the name in {SUFFIXES[0]}."
+        raise UserError("recipe-suffix", "A recipe has to be a YAML file.", where=str(path), fix=fix)
+    return path
+
+
 def listed_recipes(folders: Folders) -> list[ShownRecipe]:
     """Return the recipes directly in the named folders, and in a folder "recipes" in one of them."""
     found = {each.name: each for path in _yaml_files(folders) if (each := _shown(path, folders)) is not None}

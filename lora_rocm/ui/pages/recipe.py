@@ -14,9 +14,9 @@ from lora_rocm.errors import UserError
 from lora_rocm.ui.context import UiContext, context_of
 from lora_rocm.ui.edits import MISSING
 from lora_rocm.ui.fields import fields_of, query_of, text_of
-from lora_rocm.ui.pages import recipe_new
+from lora_rocm.ui.pages import recipe_new, recipe_plan
 from lora_rocm.ui.part import Part
-from lora_rocm.ui.recipe_files import SUFFIXES, listed_recipes, named_file
+from lora_rocm.ui.recipe_files import listed_recipes, named_file, recipe_path
 from lora_rocm.ui.rendering import fragment, page, url
 
 LIST, EDITOR = "recipes.html.j2", "recipe.html.j2"
@@ -142,11 +142,7 @@ def _recipe(request: Request) -> Path:
     Raises:
         UserError: outside-folders; or recipe-suffix: it is not a YAML file, so the page neither shows nor changes it.
     """
-    path = context_of(request).folders.resolve(query_of(request, "file"))
-    if path.suffix.lower() not in SUFFIXES:
-        fix = f"End the name in {SUFFIXES[0]}."
-        raise UserError("recipe-suffix", "A recipe has to be a YAML file.", where=str(path), fix=fix)
-    return path
+    return recipe_path(context_of(request).folders, query_of(request, "file"))
 
 
 def _text_of(ui: UiContext, path: Path) -> tuple[str, str]:
@@ -184,5 +180,6 @@ PART = Part(
         Route("/recipe/undo", undo, methods=["POST"]),
         Route("/recipe/copy", copy, methods=["POST"]),
         *recipe_new.ROUTES,
+        *recipe_plan.ROUTES,
     ],
 )

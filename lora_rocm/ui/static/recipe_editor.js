@@ -4,6 +4,7 @@
 import { csrfHeaders } from "/static/page.js";
 
 const PAUSE_MS = 350;
+const PLAN_PAUSE_MS = 900;
 const LOOK_MS = 4000; // between two looks at the file, which another program may change
 
 class RecipeEditor extends HTMLElement {
@@ -31,7 +32,9 @@ class RecipeEditor extends HTMLElement {
     addEventListener("beforeunload", (event) => { if (this.isDirty) event.preventDefault(); });
     addEventListener("focus", () => this.look());
     this.timer = setInterval(() => { if (!document.hidden) this.look(); }, LOOK_MS);
+    this.querySelector("#start").hidden = false;
     this.show();
+    this.check();
   }
 
   disconnectedCallback() { clearInterval(this.timer); }
@@ -90,7 +93,28 @@ class RecipeEditor extends HTMLElement {
     if (found.shape !== this.dataset.shape) await this.renew(found.shape);
     this.fill(found);
     this.show();
-    this.dispatchEvent(new CustomEvent("recipe-checked", { detail: found, bubbles: true }));
+    this.isValid = found.is_valid;
+    this.show();
+    clearTimeout(this.planning);
+    if (found.is_valid) this.planning = setTimeout(() => this.ask("plan", "plan"), PLAN_PAUSE_MS);
+  }
+
+  /** Ask for an estimate of the text. Its box follows the work by itself. */
+  async ask(name, box) {
+    const answer = await this.post(name, { text: this.area.value });
+    if (answer === null) return;
+    const target = document.getElementById(box);
+    target.innerHTML = await answer.text();
+    htmx.process(target);
+  }
+
+  async start() {
+    if (this.isDirty && !(await this.save())) return;
+    const button = this.querySelector("#start");
+    button.disabled = true;
+    const answer = await this.post("start", {});
+    button.disabled = false;
+    if (answer !== null) location.href = (await answer.json()).address;
   }
 
   setText(text) {
@@ -172,6 +196,8 @@ class RecipeEditor extends HTMLElement {
     if (button.dataset.view) this.setView(button.dataset.view);
     if (button.dataset.line) this.showLine(Number(button.dataset.line));
     if (button.id === "keep-mine") { this.version = this.theirs; this.save(); }
+    if (button.id === "measure") this.ask("plan/measure", "measured");
+    if (button.id === "start") this.start();
     if (button.id === "take-theirs") this.take();
   }
 
@@ -210,6 +236,9 @@ class RecipeEditor extends HTMLElement {
   show() {
     this.state.textContent = this.isDirty ? this.dataset.unsaved : this.dataset.saved;
     this.querySelector("#save").disabled = !this.isDirty;
+    const start = this.querySelector("#start");
+    start.textContent = this.isDirty ? start.dataset.dirty : start.dataset.clean;
+    start.disabled = this.isValid === false;
   }
 
   async save() {
