@@ -50,7 +50,7 @@ def test_all_cards_are_shown_with_units(site: Site, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(plan_cards, "plan_cards", rows)
     text = until(lambda: post(site, "plan").text, "<table>")
     assert "This machine" in text and "10.0 GiB" in text and "RX 7900 XTX" in text
-    assert text.count("badge-failed") == 7 and text.count("badge-done") == 1
+    assert text.count("badge-failed") == 14 and text.count("badge-done") == 2
 
 
 def test_only_the_newest_of_many_texts_is_counted(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,10 +114,11 @@ def test_the_estimate_follows_and_training_starts(tab: Tab, recipe: Path, monkey
     code = "import time; time.sleep(1)"
     monkeypatch.setattr(launch, "python_command", lambda *words: [sys.executable, "-c", code])
     page = tab.open(f"/recipe/edit?file={recipe.name}")
-    page.locator("#plan table").wait_for()
+    page.locator("#plan .chips").wait_for()
     page.get_by_label("Slider of lora.rank").fill("64")
     page.get_by_text("Not saved yet").wait_for()
-    page.locator("#plan table").wait_for()
+    page.locator("#plan .chips").wait_for()
+    page.get_by_text("How each card trains it").click()
     assert tab.axe() == [] and page.get_by_label("Rank", exact=True).input_value() == "64"
     page.set_viewport_size({"width": 360, "height": 800})
     assert tab.widest() <= 0 and tab.axe() == []
