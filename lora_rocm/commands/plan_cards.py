@@ -13,7 +13,7 @@ from lora_rocm.recipe.schema import Recipe
 
 @dataclass(frozen=True)
 class CardPlan:
-    """How a recipe would be trained on one GPU.
+    """The plan of a recipe for one GPU.
 
     Attributes:
         card: its memory, such as "24GB"; None for the GPU of this machine.

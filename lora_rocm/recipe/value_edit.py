@@ -256,7 +256,7 @@ def _written_again(text: str, section: str, key: str, wanted: dict[str, Any]) ->
     else:
         del root[section][key]
     changed = _dumped(root)
-    if not _reads_as(changed, wanted):  # the section is another one's alias: it becomes a section of its own
+    if not _reads_as(changed, wanted):  # the section is another one's alias: it becomes a separate section
         root = _writer().load(text)
         root[section] = content
         changed = _dumped(root)

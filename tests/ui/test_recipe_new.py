@@ -27,7 +27,7 @@ def ended(site: Site, address: str) -> str:
     raise AssertionError("it did not end")
 
 
-def test_the_form_offers_every_shipped_recipe(site: Site) -> None:
+def test_the_page_offers_every_shipped_recipe(site: Site) -> None:
     text = site.get("/recipe/new")
     assert all(f'value="{name}"' in text for name in ("sdxl", "llm-chat", "flux"))
 
@@ -74,7 +74,7 @@ def test_a_wrong_request_is_refused_at_once(fields: dict[str, str], code: str, s
 def test_a_fault_of_the_work_is_shown(site: Site) -> None:
     text = ended(site, begin(site, name="mine", source="nothing like that").headers["location"])
     assert code_of(text) == "no-shipped-recipe" and not (site.folder / "mine.yaml").exists()
-    assert code_of(site.client.get("/recipe/new/made?work=other").text) == "work-missing"
+    assert code_of(site.client.get("/recipe/new/made?work=other").text) == "work-unknown"
 
 
 def drop(site: Site, *files: tuple[str, bytes], name: str = "") -> Any:

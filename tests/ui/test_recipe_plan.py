@@ -1,4 +1,4 @@
-"""Estimates and the start of a run without a browser. Other functions stand in for the child process."""
+"""Estimates and the start of a run without a browser. The child process is faked."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_wrong_recipe_and_a_wrong_model_are_named(site: Site, monkeypatch: pyt
     address = key.partition('hx-get="')[2].partition('"')[0]
     if address:
         assert code_of(until(lambda: site.client.get(address).text, "problem")) == "not-a-base"
-    assert code_of(site.client.get("/recipe/plan/state", params={"work": "other"}).text) == "work-missing"
+    assert code_of(site.client.get("/recipe/plan/state", params={"work": "other"}).text) == "work-unknown"
 
 
 def test_measuring_shows_the_words_of_the_command(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

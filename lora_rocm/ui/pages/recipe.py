@@ -1,4 +1,4 @@
-"""Recipe: the list, and one recipe as a form and as YAML. The file is the truth, and either may be edited."""
+"""Recipe: the list, and one recipe as fields and as YAML. The file is the truth, and either may be edited."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def listed(request: Request) -> Response:
 
 
 def edit(request: Request) -> Response:
-    """One recipe, with its form, its YAML, and what ``check`` finds in it."""
+    """One recipe, with its fields, its YAML, and the findings of ``check``."""
     from lora_rocm.ui.recipe_draft import edited
 
     ui, path = context_of(request), _recipe(request)
@@ -48,9 +48,9 @@ def present(request: Request) -> Response:
 
 
 async def draft(request: Request) -> Response:
-    """What is wrong with a text that is not saved yet, and the values of its form.
+    """The problems of a text that is not saved yet, and the values of its fields.
 
-    ``key`` and ``value``: a field of the form that was changed. The answer has the text after that change.
+    ``key`` and ``value``: a field that was changed. The answer has the text after that change.
     """
     posted = await fields_of(request)
     return await run_in_threadpool(_draft, request, _field(posted, "text"), posted.get("key"), _field(posted, "value"))
@@ -77,14 +77,14 @@ def _draft(request: Request, text: str, key: object, value: str) -> Response:
     )
 
 
-async def form(request: Request) -> Response:
-    """The form of a text that is not saved yet. It differs between families, adapters and optimizers."""
+async def fields(request: Request) -> Response:
+    """The fields of a text that is not saved yet. They differ between families, adapters and optimizers."""
     from lora_rocm.ui.recipe_draft import edited
 
     text = _field(await fields_of(request), "text")
     name = Path(context_of(request).folders.name_of(_recipe(request)))
     found = await run_in_threadpool(edited, text, name)
-    return fragment(request, EDITOR, "form", draft=found)
+    return fragment(request, EDITOR, "fields", draft=found)
 
 
 async def save(request: Request) -> Response:
@@ -128,7 +128,7 @@ def _copy(request: Request, name: str) -> Response:
 
 
 def _changed(request: Request, version: str) -> Response:
-    """Return the answer to a saved change: the version for the page's script, or the page again for a plain form."""
+    """Return the answer to a saved change: the version for the page's script, or the page again without scripts."""
     ui, path = context_of(request), _recipe(request)
     if "if-match" not in request.headers:
         return RedirectResponse(url("/recipe/edit", file=ui.folders.name_of(path)), 303)
@@ -175,7 +175,7 @@ PART = Part(
         Route("/recipe/edit", edit),
         Route("/recipe/present", present),
         Route("/recipe/draft", draft, methods=["POST"]),
-        Route("/recipe/form", form, methods=["POST"]),
+        Route("/recipe/fields", fields, methods=["POST"]),
         Route("/recipe/save", save, methods=["POST"]),
         Route("/recipe/undo", undo, methods=["POST"]),
         Route("/recipe/copy", copy, methods=["POST"]),

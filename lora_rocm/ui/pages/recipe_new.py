@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from lora_rocm.commands.import_config import ImportResult
 
 NEW = "recipe_new.html.j2"
-MAX_FILES, MAX_FILE_BYTES = 16, 4 << 20
+MAX_UPLOADS, MAX_FILE_BYTES = 16, 4 << 20
 """Number and size of the files of another trainer that can be dropped."""
 
 
-def new_form(request: Request) -> Response:
-    """The two ways to a new recipe, with the shipped recipes as presets."""
+def choices(request: Request) -> Response:
+    """Two kinds of new recipes, with the shipped recipes as presets."""
     from lora_rocm.commands.new import recipes
 
     return page(request, NEW, shipped=recipes().recipes)
@@ -73,12 +73,12 @@ def _new(request: Request, posted: FormData) -> Response:
 
 
 def made(request: Request) -> Response:
-    """The progress of a new recipe, and what was filled in, with the reasons."""
+    """The progress of a new recipe, and the values that were filled in, with the reasons."""
     key = query_of(request, "work")
     work = context_of(request).background.of(key) if key.startswith("recipe-new-") else None
     if work is None:
         fix = "Begin again on the page Recipe."
-        raise UserError("work-missing", "This is not being done.", where=key[:100], fix=fix)
+        raise UserError("work-unknown", "This is not being done.", where=key[:100], fix=fix)
     file = None if work.result is None else context_of(request).folders.name_of(work.result.recipe)
     if is_fragment(request):
         return fragment(request, NEW, "made", work=work, key=key, file=file)
@@ -99,8 +99,8 @@ async def import_files(request: Request) -> Response:
     posted = await fields_of(request)
     try:
         files = [value for value in posted.getlist("files") if isinstance(value, UploadFile) and value.filename]
-        if not 0 < len(files) <= MAX_FILES:
-            fix = f"Choose the main configuration and the files that it names, at most {MAX_FILES}."
+        if not 0 < len(files) <= MAX_UPLOADS:
+            fix = f"Choose the main configuration and the files that it names, at most {MAX_UPLOADS}."
             raise UserError("no-upload", "There is no file to import.", where="files", fix=fix)
         contents = [await _content(file) for file in files]
     finally:
@@ -179,14 +179,14 @@ def _required(posted: FormData, name: str) -> str:
 
 
 def _led_to(request: Request, address: str) -> Response:
-    """Lead the browser to another page, after htmx or a plain form."""
+    """Lead the browser to another page, with and without htmx."""
     if is_fragment(request):
         return Response(status_code=200, headers={"HX-Redirect": address})
     return RedirectResponse(address, 303)
 
 
 ROUTES = [
-    Route("/recipe/new", new_form, methods=["GET"]),
+    Route("/recipe/new", choices, methods=["GET"]),
     Route("/recipe/new/start", new, methods=["POST"]),
     Route("/recipe/new/made", made),
     Route("/recipe/new/cancel", cancel, methods=["POST"]),

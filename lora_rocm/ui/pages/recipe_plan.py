@@ -80,7 +80,7 @@ def state(request: Request) -> Response:
     work = context_of(request).background.of(key) if key.startswith((PLAN, MEASURE)) else None
     if work is None:
         fix = "Reload the page of the recipe."
-        raise UserError("work-missing", "This is not being done.", where=key[:100], fix=fix)
+        raise UserError("work-unknown", "This is not being done.", where=key[:100], fix=fix)
     if key.startswith(MEASURE):
         return fragment(request, EDITOR, "measured", measure_work=work, measured_text=_measured_text(work))
     return fragment(request, EDITOR, "plan", plan_work=work)

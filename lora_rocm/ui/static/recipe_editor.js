@@ -1,4 +1,4 @@
-// <recipe-editor>: the form and the YAML of a recipe are two views of one text. A change of a field is made in the text
+// <recipe-editor>: the fields and the YAML of a recipe are two views of one text. A change of a field is made in the text
 // by the server, which keeps its comments. Nothing is written until Save.
 
 import { csrfHeaders } from "/static/page.js";
@@ -12,15 +12,15 @@ class RecipeEditor extends HTMLElement {
     this.file = this.dataset.file;
     this.version = this.dataset.version;
     this.area = this.querySelector("#recipe-text");
-    this.form = this.querySelector("#recipe-form");
+    this.fields = this.querySelector("#recipe-fields");
     this.state = this.querySelector("#saved-state");
     this.savedText = this.area.value;
     this.view = "simple";
     this.order = 0;
     this.chain = Promise.resolve();
     this.area.addEventListener("input", () => this.soon());
-    this.form.addEventListener("input", (event) => this.typed(event));
-    this.form.addEventListener("change", (event) => this.changed(event));
+    this.fields.addEventListener("input", (event) => this.typed(event));
+    this.fields.addEventListener("change", (event) => this.changed(event));
     this.addEventListener("click", (event) => this.clicked(event));
     this.querySelector("#recipe-save").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -124,13 +124,13 @@ class RecipeEditor extends HTMLElement {
     this.area.scrollTop = scrollTop;
   }
 
-  /** The form has other fields now: the family, adapter or optimizer has changed. */
+  /** There are other fields now: the family, adapter or optimizer has changed. */
   async renew(shape) {
-    const answer = await this.post("form", { text: this.area.value });
+    const answer = await this.post("fields", { text: this.area.value });
     if (answer === null) return;
-    const open = [...this.form.querySelectorAll("details[open]")].map((each) => each.id);
+    const open = [...this.fields.querySelectorAll("details[open]")].map((each) => each.id);
     const focused = document.activeElement?.id;
-    this.form.innerHTML = await answer.text();
+    this.fields.innerHTML = await answer.text();
     this.dataset.shape = shape;
     for (const id of open) document.getElementById(id)?.setAttribute("open", "");
     this.setView(this.view);
@@ -138,9 +138,9 @@ class RecipeEditor extends HTMLElement {
   }
 
   fill(found) {
-    for (const set of this.form.querySelectorAll("fieldset")) set.disabled = !found.is_yaml;
+    for (const set of this.fields.querySelectorAll("fieldset")) set.disabled = !found.is_yaml;
     if (!found.is_yaml) return;
-    for (const field of this.form.querySelectorAll("[data-key]")) {
+    for (const field of this.fields.querySelectorAll("[data-key]")) {
       const { key } = field.dataset;
       const value = found.values[key] ?? "";
       const fault = found.faults[key] ?? "";
@@ -151,7 +151,7 @@ class RecipeEditor extends HTMLElement {
       box.classList.toggle("field-wrong", fault !== "");
       box.querySelector(".fault").textContent = fault;
     }
-    for (const details of this.form.querySelectorAll("details")) {
+    for (const details of this.fields.querySelectorAll("details")) {
       details.classList.toggle("has-fault", details.querySelector(".field-wrong") !== null);
     }
   }
@@ -161,7 +161,7 @@ class RecipeEditor extends HTMLElement {
       field.add(new Option(value, value));
     }
     if (field.value !== value) field.value = value;
-    const slider = this.form.querySelector(`[data-slider="${CSS.escape(field.id)}"]`);
+    const slider = this.fields.querySelector(`[data-slider="${CSS.escape(field.id)}"]`);
     if (slider) slider.value = value || field.placeholder;
   }
 
@@ -203,9 +203,9 @@ class RecipeEditor extends HTMLElement {
 
   setView(view) {
     this.view = view;
-    this.form.querySelector(".view-simple").hidden = view !== "simple";
-    this.form.querySelector(".view-full").hidden = view !== "full";
-    for (const each of this.form.querySelectorAll("[data-view]")) {
+    this.fields.querySelector(".view-simple").hidden = view !== "simple";
+    this.fields.querySelector(".view-full").hidden = view !== "full";
+    for (const each of this.fields.querySelectorAll("[data-view]")) {
       each.setAttribute("aria-pressed", String(each.dataset.view === view));
     }
   }
@@ -213,7 +213,7 @@ class RecipeEditor extends HTMLElement {
   /** Show only the fields whose name or meaning contains the words. */
   find(words) {
     const wanted = words.trim().toLowerCase();
-    for (const details of this.form.querySelectorAll(".view-full details")) {
+    for (const details of this.fields.querySelectorAll(".view-full details")) {
       let count = 0;
       for (const field of details.querySelectorAll(".recipe-field")) {
         const isFound = `${field.dataset.field} ${field.textContent}`.toLowerCase().includes(wanted);

@@ -1,4 +1,4 @@
-"""Recipe in a browser: the form and the YAML are one text, saved, undone, and in conflict with another program."""
+"""Recipe in a browser: the fields and the YAML are one text, saved, undone, and in conflict with another program."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_recipe_is_accessible_and_fits(tab: Tab, recipe: Path) -> None:
             assert tab.widest() <= 0, f"{view} at {width} px"
 
 
-def test_the_form_and_the_text_are_one(tab: Tab, recipe: Path) -> None:
+def test_the_fields_and_the_text_are_one(tab: Tab, recipe: Path) -> None:
     page = tab.open(f"/recipe/edit?file={recipe.name}")
     text, rank = page.locator("#recipe-text"), page.get_by_label("Rank", exact=True)
     rank.fill("8")

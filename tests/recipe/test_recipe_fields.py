@@ -1,4 +1,4 @@
-"""The form: every key that a family reads, with its meaning, type, unit and default, and values that come back."""
+"""The fields: every key that a family reads, with its meaning, type, unit and default, and values that come back."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from lora_rocm.families.registry import FAMILIES
-from lora_rocm.recipe.form_fields import SIMPLE, FormField, form_sections, simple_fields
 from lora_rocm.recipe.kinds import every_kind, kinds_of
 from lora_rocm.recipe.load import load_text, shipped_recipes
+from lora_rocm.recipe.recipe_fields import SIMPLE, RecipeField, field_sections, simple_fields
 from lora_rocm.recipe.suggest import section_class
 from lora_rocm.recipe.value_edit import set_value
 from lora_rocm.recipe.yaml_tree import parse_yaml
@@ -18,13 +18,13 @@ from lora_rocm.ui.recipe_draft import edited
 KINDS = [kind for section in ("model", "lora", "optim") for kind in every_kind(section)]
 
 
-def fields_of(**sections: Any) -> dict[str, FormField]:
-    return {field.key: field for section in form_sections(kinds_of(sections)) for field in section.fields}
+def fields_of(**sections: Any) -> dict[str, RecipeField]:
+    return {field.key: field for section in field_sections(kinds_of(sections)) for field in section.fields}
 
 
 @pytest.mark.parametrize("kinds", KINDS, ids=lambda kind: f"{kind.family.name}-{kind.adapter.__name__}")
 def test_no_key_is_missing_and_each_has_its_meaning(kinds: Any) -> None:
-    found = {field.key: field for section in form_sections(kinds) for field in section.fields}
+    found = {field.key: field for section in field_sections(kinds) for field in section.fields}
     for name, info in kinds.recipe.model_fields.items():
         section = section_class(info.annotation)
         assert section is not None
@@ -32,7 +32,7 @@ def test_no_key_is_missing_and_each_has_its_meaning(kinds: Any) -> None:
             dotted = f"{name}.{key}"
             assert dotted in found or dotted in kinds.family.unread or key in ("train_text_encoder", "new_tokens")
     assert all(field.meaning for field in found.values())
-    assert 10 <= len(simple_fields(form_sections(kinds))) <= len(SIMPLE)
+    assert 10 <= len(simple_fields(field_sections(kinds))) <= len(SIMPLE)
 
 
 def test_kinds_units_defaults_and_limits() -> None:
@@ -78,7 +78,7 @@ def test_what_is_typed_is_the_value(key: str, typed: str, value: Any) -> None:
     assert found == value and parse_yaml(set_value("", section, name, found)).value == {section: {name: value}}
 
 
-def test_a_form_makes_a_whole_recipe() -> None:
+def test_fields_make_a_whole_recipe() -> None:
     from pathlib import Path
 
     text = ""
