@@ -41,7 +41,7 @@ HOLES: dict[str, tuple[int, int, str]] = {
     "optim": (3, 1, TORCH),
     "planning": (2, 0, JSON),
     "processes": (28, 0, JSON),
-    "recipe": (94, 3, JSON),
+    "recipe": (95, 3, JSON),
     "report": (3, 0, JSON),
     "rules": (4, 0, JSON),
     "rundir": (23, 2, JSON),

@@ -91,7 +91,7 @@ class RecipeField:
         """The dotted key."""
         return f"{self.section}.{self.name}"
 
-    def fitting(self, value: Any) -> RecipeField:
+    def fitting(self, value: object) -> RecipeField:
         """Return the field for a value. A list with mappings is edited as YAML."""
         is_plain = not isinstance(value, list | dict) or all(isinstance(each, str) for each in value)
         return self if self.kind != "texts" or is_plain else replace(self, kind="yaml")
@@ -121,7 +121,7 @@ class RecipeField:
         is_number = isinstance(tree.value, int | float) and not isinstance(tree.value, bool)
         return tree.value, plain if is_number else ""
 
-    def text_of(self, value: Any, spelling: str = "") -> str:
+    def text_of(self, value: object, spelling: str = "") -> str:
         """Return a value of a recipe as the text in this field. ``spelling``: how the recipe writes a number."""
         if value is None:
             return ""
@@ -133,8 +133,9 @@ class RecipeField:
             return value
         if isinstance(value, bool | int | float):
             return written(value)
-        is_flat = isinstance(value, list) and not any(isinstance(each, list | dict | str) for each in value)
-        return written(value) if is_flat else block_text(value).rstrip()
+        if isinstance(value, list) and not any(isinstance(each, list | dict | str) for each in value):
+            return written(value)
+        return block_text(value).rstrip()
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,7 @@ def _field(kinds: Kinds, section: str, name: str, schema: Schema, needed: bool) 
     )
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     return value if isinstance(value, str) else shown(value, MAX_SHOWN)
 
 

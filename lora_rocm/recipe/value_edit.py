@@ -10,7 +10,6 @@ import io
 import re
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import ReusedAnchorWarning
@@ -23,7 +22,7 @@ INDENT = "  "
 COMMENT = re.compile(r"(\s+)(#.*)")
 
 
-def set_value(text: str, section: str, key: str, value: Any, spelling: str = "") -> str:
+def set_value(text: str, section: str, key: str, value: object, spelling: str = "") -> str:
     """Return the text of a recipe with another value of a key. A missing key or section is added.
 
     Args:
@@ -37,12 +36,13 @@ def set_value(text: str, section: str, key: str, value: Any, spelling: str = "")
         YamlSyntaxError: the text is not YAML, or its section is not a mapping.
     """
     wanted = _data_of(text)
-    if not isinstance(wanted.setdefault(section, {}), dict | None):
+    known = wanted.get(section)
+    if not isinstance(known, dict | None):
         raise YamlSyntaxError(f"{section} has no keys", 1, 1)
-    before = (wanted[section] or {}).get(key)
+    before = (known or {}).get(key)
     if before == value and type(before) is type(value) and parse_yaml(text).texts.get((section, key), "") == spelling:
         return text
-    wanted[section] = {**(wanted[section] or {}), key: value}
+    wanted[section] = {**(known or {}), key: value}
     changed = _spliced(text, section, key, value, spelling)
     if changed is not None and _reads_as(changed, wanted):
         return changed
@@ -68,14 +68,14 @@ def remove_value(text: str, section: str, key: str) -> str:
     return _written_again(text, section, key, wanted)
 
 
-def _data_of(text: str) -> dict[str, Any]:
+def _data_of(text: str) -> dict[str, object]:
     found = parse_yaml(text).value
     if found is not None and not isinstance(found, dict):
         raise YamlSyntaxError("the file has no sections", 1, 1)
     return dict(found or {})
 
 
-def _reads_as(text: str, data: dict[str, Any]) -> bool:
+def _reads_as(text: str, data: dict[str, object]) -> bool:
     try:
         tree = parse_yaml(text)
     except YamlSyntaxError:
@@ -110,7 +110,7 @@ def _line_end(text: str, at: int) -> int:
     return len(text) if found < 0 else found
 
 
-def _spliced(text: str, section: str, key: str, value: Any, spelling: str) -> str | None:
+def _spliced(text: str, section: str, key: str, value: object, spelling: str) -> str | None:
     """Return the text with another value of a key; None if this cannot be done in its place."""
     lines = _lines_of(value, spelling)
     text = text if text.endswith("\n") or not text else f"{text}\n"
@@ -162,7 +162,7 @@ def _items(text: str, node: SequenceNode) -> dict[str, str]:
     return found
 
 
-def _itemised(value: list[Any], lines: Sequence[str]) -> list[tuple[Any, str]]:
+def _itemised(value: list[object], lines: Sequence[str]) -> list[tuple[object, str]]:
     """Return each item of a list of texts with its line; each line without an item, if items take several lines."""
     is_plain = len(lines) == len(value) + 1 and all(isinstance(each, str) for each in value)
     return list(zip(value, lines[1:], strict=True)) if is_plain else [(None, line) for line in lines[1:]]
@@ -217,7 +217,7 @@ def _without(text: str, section: str, key: str) -> str | None:
     return text[:line_begin] + rest
 
 
-def _lines_of(value: Any, spelling: str) -> list[str]:
+def _lines_of(value: object, spelling: str) -> list[str]:
     """Return a value as YAML: one line, or an empty line and the lines below the key."""
     if value is None:
         return ["null"]
@@ -234,7 +234,7 @@ def _lines_of(value: Any, spelling: str) -> list[str]:
     return ["", *(f"{INDENT}{line}" for line in block_text(value).splitlines())]
 
 
-def block_text(value: Any) -> str:
+def block_text(value: object) -> str:
     """Return a list or a mapping as YAML in several lines."""
     yaml, stream = YAML(), io.StringIO()
     yaml.width = 4096
@@ -243,11 +243,11 @@ def block_text(value: Any) -> str:
     return stream.getvalue()
 
 
-def _written_again(text: str, section: str, key: str, wanted: dict[str, Any]) -> str:
+def _written_again(text: str, section: str, key: str, wanted: dict[str, object]) -> str:
     """Return the text as ruamel writes it, with its comments, after the change. ``wanted``: its data then."""
     root = _writer().load(text)
     content = wanted.get(section)
-    if content is None:
+    if not isinstance(content, dict):
         del root[section]
     elif not isinstance(root.get(section), dict):
         root[section] = content
@@ -270,7 +270,7 @@ def _writer() -> YAML:
     return yaml
 
 
-def _dumped(root: Any) -> str:
+def _dumped(root: object) -> str:
     stream = io.StringIO()
     _writer().dump(root, stream)
     return stream.getvalue()

@@ -6,7 +6,7 @@ import hashlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -20,6 +20,10 @@ from lora_rocm.ui.context import UiContext, context_of
 from lora_rocm.ui.fields import query_of, text_of
 from lora_rocm.ui.recipe_files import recipe_path
 from lora_rocm.ui.rendering import fragment, is_fragment, page, url
+
+if TYPE_CHECKING:
+    from lora_rocm.recipe.load import LoadedRecipe
+    from lora_rocm.recipe.schema import Recipe
 
 EDITOR, STARTED = "recipe.html.j2", "recipe_started.html.j2"
 CARDS = ("8GB", "12GB", "16GB", "20GB", "24GB", "32GB", "48GB")
@@ -100,7 +104,7 @@ def _measured_text(work: Work) -> str:
     return "" if work.result is None else render(work.result)
 
 
-def _loaded(request: Request, text: str) -> Any:
+def _loaded(request: Request, text: str) -> LoadedRecipe:
     """Return the recipe of a text.
 
     Raises:
@@ -112,7 +116,7 @@ def _loaded(request: Request, text: str) -> Any:
     return load_text(text, Path(folders.name_of(recipe_path(folders, query_of(request, "file")))))
 
 
-def _digest(recipe: Any) -> str:
+def _digest(recipe: Recipe) -> str:
     """Return a name for everything in a recipe that memory and time depend on."""
     kept = recipe.model_dump_json(exclude=NOT_COUNTED)
     return hashlib.sha256(kept.encode("utf-8", "replace")).hexdigest()[:20]
