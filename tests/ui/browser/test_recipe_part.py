@@ -11,6 +11,7 @@ from lora_rocm.commands import plan_cards
 from lora_rocm.ui import launch
 from tests.importing.test_import_command import LOSSY
 from tests.ui.browser.conftest import Tab
+from tests.ui.browser.test_real_run import WAIT_MS
 from tests.ui.test_recipe_part import RECIPE
 from tests.ui.test_recipe_plan import rows
 
@@ -129,3 +130,22 @@ def test_the_estimate_follows_and_training_starts(tab: Tab, recipe: Path, monkey
     tab.run(made.run_dir.name)
     page.wait_for_url("**/runs/view?*")
     assert made.process.wait(20) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_from_a_preset_to_a_finished_run(tab: Tab) -> None:
+    page = tab.open("/")
+    page.get_by_role("link", name="New training").click()
+    page.get_by_role("link", name="New recipe").click()
+    page.get_by_label("Name of the recipe").first.fill("first-training")
+    page.get_by_label("Preset").select_option("demo")
+    page.get_by_role("button", name="Make the recipe").click()
+    page.get_by_role("link", name="Open the recipe").click(timeout=WAIT_MS)
+    steps = page.get_by_label("Steps").first
+    steps.fill("4")
+    steps.blur()
+    page.get_by_text("Not saved yet").wait_for()
+    page.get_by_role("button", name="Save and start training").click()
+    page.wait_for_url("**/runs/view?*", timeout=WAIT_MS)
+    page.locator("#state .badge-finished").wait_for(timeout=WAIT_MS)
