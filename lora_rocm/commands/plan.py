@@ -32,7 +32,7 @@ from lora_rocm.planning.step_plan import CONTEXT_BYTES, MODES, Footprint, Plan, 
 from lora_rocm.planning.step_requirements import ADAPTER, RecipeJob, does_not_fit, job_of, plan_text
 from lora_rocm.processes.jobs import Counted, CountedGpu, PlanJob, QuantisedEncoder
 from lora_rocm.processes.tool import ask
-from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.load import LoadedRecipe, load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.environment import plan as environment_plan
 from lora_rocm.rules.memory_rules import budget_of, memory_table
@@ -162,8 +162,16 @@ def plan(
     Raises:
         LoraRocmError: recipe or model are wrong. If no plan fits, the result has an ``error`` and nothing is raised.
     """
+    return planned(load_recipe(recipe_path, overrides, registry), card)
+
+
+def planned(loaded: LoadedRecipe, card: str | None = None) -> PlanResult:
+    """Return the result of ``plan`` for a loaded recipe.
+
+    Raises:
+        LoraRocmError: see ``plan``.
+    """
     # Count the model and the available memory
-    loaded = load_recipe(recipe_path, overrides, registry)
     recipe = loaded.recipe
     found = estimate(recipe, card)
     counted, footprint, room, rates, job = found.counted, found.footprint, found.room, found.rates, found.job
@@ -234,13 +242,41 @@ def estimate(recipe: Recipe, card: str | None = None) -> Estimate:
     total = None if card is None else card_bytes(card)
     situation = situation_here(recipe)
     counted = _counted(recipe, situation, card is not None)
-    footprint, gpu = Footprint.from_json(counted.footprint), counted.gpu
-    room = _room_of_card(total) if total is not None else _room_here(situation, gpu)
-    rates = gpu.rates if gpu is not None and total is None else Rates()
-    on_gpu = total is not None or gpu is not None
+    gpu = counted.gpu
+    if total is not None:
+        return _estimate(recipe, counted, situation, _room_of_card(total), Rates(), on_gpu=True)
+    rates = gpu.rates if gpu is not None else Rates()
+    return _estimate(recipe, counted, situation, _room_here(situation, gpu), rates, on_gpu=gpu is not None)
+
+
+def estimates_unmeasured(recipe: Recipe, cards: Sequence[str]) -> list[tuple[str | None, Estimate]]:
+    """Count the memory of a recipe once, for several GPUs. No GPU is used, so that a run on it is not disturbed.
+
+    Args:
+        recipe: the recipe.
+        cards: memory of each GPU, such as "24GB".
+
+    Returns:
+        Each card with its estimate. If the system names a GPU of this machine, it comes first as None.
+
+    Raises:
+        LoraRocmError: the model is wrong, or a card is not an amount of memory.
+    """
+    totals = [(card, card_bytes(card)) for card in cards]
+    situation = situation_here(recipe)
+    counted = _counted(recipe, situation, for_card=True)
+    rooms: list[tuple[str | None, AvailableMemory]] = [(card, _room_of_card(total)) for card, total in totals]
+    if situation.gpu is not None:
+        rooms.insert(0, (None, _room_here(situation, None)))
+    return [(card, _estimate(recipe, counted, situation, room, Rates(), on_gpu=True)) for card, room in rooms]
+
+
+def _estimate(
+    recipe: Recipe, counted: Counted, situation: Situation, room: AvailableMemory, rates: Rates, *, on_gpu: bool
+) -> Estimate:
     settings = environment_plan(situation).settings
     job = job_of(recipe, settings, on_gpu=on_gpu, can_offload=not room.shared)
-    return Estimate(counted, footprint, room, rates, job, situation)
+    return Estimate(counted, Footprint.from_json(counted.footprint), room, rates, job, situation)
 
 
 def card_bytes(text: str) -> int:

@@ -10,7 +10,6 @@ import io
 import re
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import ReusedAnchorWarning
@@ -23,7 +22,7 @@ INDENT = "  "
 COMMENT = re.compile(r"(\s+)(#.*)")
 
 
-def set_value(text: str, section: str, key: str, value: Any, spelling: str = "") -> str:
+def set_value(text: str, section: str, key: str, value: object, spelling: str = "") -> str:
     """Return the text of a recipe with another value of a key. A missing key or section is added.
 
     Args:
@@ -37,13 +36,17 @@ def set_value(text: str, section: str, key: str, value: Any, spelling: str = "")
         YamlSyntaxError: the text is not YAML, or its section is not a mapping.
     """
     wanted = _data_of(text)
-    if not isinstance(wanted.setdefault(section, {}), dict | None):
+    known = wanted.get(section)
+    if not isinstance(known, dict | None):
         raise YamlSyntaxError(f"{section} has no keys", 1, 1)
-    wanted[section] = {**(wanted[section] or {}), key: value}
-    changed = _spliced(text, section, key, _lines_of(value, spelling))
+    before = (known or {}).get(key)
+    if before == value and type(before) is type(value) and parse_yaml(text).texts.get((section, key), "") == spelling:
+        return text
+    wanted[section] = {**(known or {}), key: value}
+    changed = _spliced(text, section, key, value, spelling)
     if changed is not None and _reads_as(changed, wanted):
         return changed
-    return _written_again(text, section, key, value)
+    return _written_again(text, section, key, wanted)
 
 
 def remove_value(text: str, section: str, key: str) -> str:
@@ -62,17 +65,17 @@ def remove_value(text: str, section: str, key: str) -> str:
     changed = _without(text, section, key)
     if changed is not None and _reads_as(changed, wanted):
         return changed
-    return _written_again(text, section, key, None, removes=True)
+    return _written_again(text, section, key, wanted)
 
 
-def _data_of(text: str) -> dict[str, Any]:
+def _data_of(text: str) -> dict[str, object]:
     found = parse_yaml(text).value
     if found is not None and not isinstance(found, dict):
         raise YamlSyntaxError("the file has no sections", 1, 1)
     return dict(found or {})
 
 
-def _reads_as(text: str, data: dict[str, Any]) -> bool:
+def _reads_as(text: str, data: dict[str, object]) -> bool:
     try:
         tree = parse_yaml(text)
     except YamlSyntaxError:
@@ -83,7 +86,8 @@ def _reads_as(text: str, data: dict[str, Any]) -> bool:
 def _composed(text: str) -> Node | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ReusedAnchorWarning)
-        return YAML(typ="rt", pure=True).compose(text)
+        node: Node | None = YAML(typ="rt", pure=True).compose(text)
+    return node
 
 
 def _pair(node: Node | None, name: str) -> tuple[ScalarNode, Node] | None:
@@ -106,11 +110,9 @@ def _line_end(text: str, at: int) -> int:
     return len(text) if found < 0 else found
 
 
-def _spliced(text: str, section: str, key: str, lines: Sequence[str]) -> str | None:
-    """Return the text with the lines as the value of a key; None if this cannot be done in its place.
-
-    ``lines``: the value; a first line that is empty means a block below the key.
-    """
+def _spliced(text: str, section: str, key: str, value: object, spelling: str) -> str | None:
+    """Return the text with another value of a key; None if this cannot be done in its place."""
+    lines = _lines_of(value, spelling)
     text = text if text.endswith("\n") or not text else f"{text}\n"
     root = _composed(text) if text.strip() else None
     found = _pair(root, section)
@@ -127,31 +129,49 @@ def _spliced(text: str, section: str, key: str, lines: Sequence[str]) -> str | N
         if not isinstance(content, MappingNode):  # the section has no keys yet
             at = _line_end(text, name.end_mark.index)
             return f"{text[: at + 1]}{_entry(key, lines, INDENT)}{text[at + 1 :]}"
-        at = _line_end(text, max(_end(content) - 1, content.start_mark.index))
+        at = _line_end(text, max(len(text[: _end(content)].rstrip()), content.start_mark.index))
         indent = " " * content.value[0][0].start_mark.column
         return f"{text[: at + 1]}{_entry(key, lines, indent)}{text[at + 1 :]}"
     # Another value
-    key_node, value = own
-    begin, end = text.index(":", key_node.end_mark.index) + 1, max(_end(value), key_node.end_mark.index + 1)
-    is_block = "\n" in text[begin:end].rstrip("\n")
-    if not is_block and not lines[0]:
-        is_block = True
-    if not is_block and len(lines) == 1:
-        return _in_line(text, begin, end, lines[0])
-    indent = " " * key_node.start_mark.column
+    key_node, old = own
+    begin, end = text.index(":", key_node.end_mark.index) + 1, max(_end(old), key_node.end_mark.index + 1)
     end = max(begin, begin + len(text[begin:end].rstrip("\n")))
-    rest = text[end : _line_end(text, end)]
-    after = rest if "\n" not in text[begin:end] else ""
-    kept = _with_comments(lines, text[begin : _line_end(text, end)])
-    body = "".join(f"\n{indent}{line}" for line in kept[1:])
-    first = f" {kept[0]}" if kept[0] else ""
-    return f"{text[:begin]}{first}{after}{body}{text[_line_end(text, end) :]}"
+    if "\n" not in text[begin:end] and len(lines) == 1:
+        return _in_line(text, begin, end, lines[0])
+    # A value of several lines: the comment of the key stays, and items that stay keep their lines
+    of_key = re.match(r"[ \t]*#[^\n]*", text[begin:]) if "\n" in text[begin:end] else None
+    comment = of_key[0] if of_key else text[end : _line_end(text, end)] if "\n" not in text[begin:end] else ""
+    indent = " " * key_node.start_mark.column
+    if isinstance(old, SequenceNode) and isinstance(value, list) and not lines[0]:
+        known = _items(text, old)
+        lines = ["", *(f"{INDENT}- {known[each]}" if each in known else line for each, line in _itemised(value, lines))]
+    first = f" {lines[0]}" if lines[0] else ""
+    body = "".join(f"\n{indent}{line}" for line in lines[1:])
+    return f"{text[:begin]}{first}{comment}{body}{text[_line_end(text, end) :]}"
+
+
+def _items(text: str, node: SequenceNode) -> dict[str, str]:
+    """Return the texts of a list in a block, each with the rest of its line."""
+    if node.flow_style:
+        return {}
+    found = {}
+    for item in node.value:
+        rest = text[item.start_mark.index : _line_end(text, item.end_mark.index)]
+        if isinstance(item, ScalarNode) and "\n" not in rest:
+            found[str(item.value)] = rest
+    return found
+
+
+def _itemised(value: list[object], lines: Sequence[str]) -> list[tuple[object, str]]:
+    """Return each item of a list of texts with its line; each line without an item, if items take several lines."""
+    is_plain = len(lines) == len(value) + 1 and all(isinstance(each, str) for each in value)
+    return list(zip(value, lines[1:], strict=True)) if is_plain else [(None, line) for line in lines[1:]]
 
 
 def _in_line(text: str, begin: int, end: int, value: str) -> str:
     """Replace a value in its line. A comment after it stays in its column, if there is room."""
     after = text[end : _line_end(text, end)]
-    if comment := COMMENT.fullmatch(after):
+    if len(text[begin:end]) != len(value) + 1 and (comment := COMMENT.fullmatch(after)):
         room = len(text[begin:end]) + len(comment[1]) - len(value) - 1
         after = " " * max(room, 2) + comment[2]
     return f"{text[:begin]} {value}{after}{text[_line_end(text, end) :]}"
@@ -176,22 +196,13 @@ def _entry(key: str, lines: Sequence[str], indent: str) -> str:
     return "".join([f"{indent}{key}:{first}\n", *(f"{indent}{line}\n" for line in lines[1:])])
 
 
-def _with_comments(lines: Sequence[str], before: str) -> list[str]:
-    """Return the lines; a line that the earlier value had, too, keeps its comment."""
-    known = {}
-    for line in before.splitlines():
-        if comment := re.search(r"\s+#.*$", line):
-            known[line[: comment.start()].strip()] = comment[0]
-    return [f"{line}{known.get(line.strip(), '')}" if line else line for line in lines]
-
-
 def _without(text: str, section: str, key: str) -> str | None:
     found = _pair(_composed(text), section)
     own = _pair(found[1], key) if found is not None else None
     if found is None or own is None:
         return None
     name, content = found
-    if content.flow_style:
+    if not isinstance(content, MappingNode) or content.flow_style:
         return None
     is_last = len(content.value) == 1
     begin = name.start_mark.index if is_last else own[0].start_mark.index
@@ -206,7 +217,7 @@ def _without(text: str, section: str, key: str) -> str | None:
     return text[:line_begin] + rest
 
 
-def _lines_of(value: Any, spelling: str) -> list[str]:
+def _lines_of(value: object, spelling: str) -> list[str]:
     """Return a value as YAML: one line, or an empty line and the lines below the key."""
     if value is None:
         return ["null"]
@@ -223,7 +234,7 @@ def _lines_of(value: Any, spelling: str) -> list[str]:
     return ["", *(f"{INDENT}{line}" for line in block_text(value).splitlines())]
 
 
-def block_text(value: Any) -> str:
+def block_text(value: object) -> str:
     """Return a list or a mapping as YAML in several lines."""
     yaml, stream = YAML(), io.StringIO()
     yaml.width = 4096
@@ -232,19 +243,34 @@ def block_text(value: Any) -> str:
     return stream.getvalue()
 
 
-def _written_again(text: str, section: str, key: str, value: Any, *, removes: bool = False) -> str:
-    """Return the text as ruamel writes it, with its comments, after the change."""
-    yaml, stream = YAML(), io.StringIO()
+def _written_again(text: str, section: str, key: str, wanted: dict[str, object]) -> str:
+    """Return the text as ruamel writes it, with its comments, after the change. ``wanted``: its data then."""
+    root = _writer().load(text)
+    content = wanted.get(section)
+    if not isinstance(content, dict):
+        del root[section]
+    elif not isinstance(root.get(section), dict):
+        root[section] = content
+    elif key in content:
+        root[section][key] = content[key]
+    else:
+        del root[section][key]
+    changed = _dumped(root)
+    if not _reads_as(changed, wanted):  # the section is another one's alias: it becomes a separate section
+        root = _writer().load(text)
+        root[section] = content
+        changed = _dumped(root)
+    return changed
+
+
+def _writer() -> YAML:
+    yaml = YAML()
     yaml.width, yaml.preserve_quotes = 4096, True
     yaml.indent(mapping=2, sequence=4, offset=2)
-    root = yaml.load(text)
-    if removes:
-        del root[section][key]
-        if not root[section]:
-            del root[section]
-    else:
-        if not isinstance(root.get(section), dict):
-            root[section] = {}
-        root[section][key] = value
-    yaml.dump(root, stream)
+    return yaml
+
+
+def _dumped(root: object) -> str:
+    stream = io.StringIO()
+    _writer().dump(root, stream)
     return stream.getvalue()

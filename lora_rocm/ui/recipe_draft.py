@@ -1,4 +1,4 @@
-"""A recipe that is being edited: its text, what ``check --schema-only`` finds in it, and the values of its form."""
+"""A recipe that is being edited: its text, what ``check --schema-only`` finds in it, and the values of its fields."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 from lora_rocm.errors import Problem, RecipeError, UserError
 from lora_rocm.families.registry import FAMILIES
-from lora_rocm.recipe.form_fields import FormField, FormSection, form_sections, simple_fields
 from lora_rocm.recipe.kinds import Kinds, kinds_of
 from lora_rocm.recipe.load import MAX_RECIPE_BYTES, LoadedRecipe, load_text
+from lora_rocm.recipe.recipe_fields import FieldSection, RecipeField, field_sections, simple_fields
 from lora_rocm.recipe.value_edit import remove_value, set_value
 from lora_rocm.recipe.yaml_tree import YamlSyntaxError, YamlTree, parse_yaml, value_at
 
@@ -22,7 +22,7 @@ ENTRY = re.compile(r"\[\d+\].*")
 
 @dataclass(frozen=True)
 class PlacedProblem:
-    """A problem with its place. line: in the recipe; None if it is elsewhere. key: the form's field; may be empty."""
+    """A problem with its place. line: in the recipe; None if it is elsewhere. key: its field; may be empty."""
 
     problem: Problem
     line: int | None
@@ -36,10 +36,10 @@ class RecipeBeingEdited:
     Attributes:
         text: its text.
         loaded: the recipe, or None if it has problems.
-        problems: what is wrong with it.
-        notices: what is unusual in it.
+        problems: its problems.
+        notices: notices about unusual values.
         tree: its content; empty if it is not YAML.
-        is_yaml: whether the form can change it.
+        is_yaml: whether the fields can change it.
         kinds: its family, adapter and optimizer.
     """
 
@@ -52,25 +52,25 @@ class RecipeBeingEdited:
     kinds: Kinds
 
     @property
-    def sections(self) -> tuple[FormSection, ...]:
-        """The form's sections."""
-        return form_sections(self.kinds)
+    def sections(self) -> tuple[FieldSection, ...]:
+        """All sections with their fields."""
+        return field_sections(self.kinds)
 
     @property
-    def simple(self) -> tuple[FormField, ...]:
+    def simple(self) -> tuple[RecipeField, ...]:
         """The fields that most users set."""
         return simple_fields(self.sections)
 
     @property
     def shape(self) -> str:
-        """A text that differs if the form has other fields."""
+        """A text that differs if there are other fields."""
         of_texts = [field.key for section in self.sections for field in section.fields if self._is_yaml(field)]
         named = [self.kinds.family.name, self.kinds.adapter.__name__, self.kinds.optimizer.__name__, *of_texts]
         return hashlib.sha256(" ".join(named).encode()).hexdigest()[:16]
 
     @property
     def values(self) -> dict[str, str]:
-        """The text of each field of the form that the recipe gives."""
+        """The text of each field that the recipe gives."""
         fields = [field for section in self.sections for field in section.fields]
         found = {}
         for field in fields:
@@ -82,7 +82,7 @@ class RecipeBeingEdited:
 
     @property
     def faults(self) -> dict[str, str]:
-        """What is wrong with each field, in the words of the command line."""
+        """The problems of each field, in the words of the command line."""
         found: dict[str, str] = {}
         for each in self.problems:
             if each.key:
@@ -91,16 +91,16 @@ class RecipeBeingEdited:
         return found
 
     @property
-    def fields(self) -> Mapping[str, FormField]:
-        """Each field by its dotted key, in the form that suits its present value."""
+    def fields(self) -> Mapping[str, RecipeField]:
+        """Each field by its dotted key, with the kind that suits its present value."""
         fields = [field for section in self.sections for field in section.fields]
         return {field.key: field.fitting(value_at(self.tree.value, (field.section, field.name))) for field in fields}
 
-    def _is_yaml(self, field: FormField) -> bool:
+    def _is_yaml(self, field: RecipeField) -> bool:
         return field.fitting(value_at(self.tree.value, (field.section, field.name))).kind == "yaml"
 
     def with_value(self, key: str, text: str) -> str:
-        """Return the recipe's text after a field of the form was changed. An empty field removes its key.
+        """Return the recipe's text after a field was changed. An empty field removes its key.
 
         Raises:
             UserError: field-unknown: there is no such field; not-yaml: text of the recipe or the field is not YAML.
@@ -119,7 +119,7 @@ class RecipeBeingEdited:
 
 
 def edited(text: str, path: Path) -> RecipeBeingEdited:
-    """Return a recipe with everything that ``check --schema-only`` says about it.
+    """Return a recipe with everything that ``check --schema-only`` finds.
 
     Args:
         text: its text.

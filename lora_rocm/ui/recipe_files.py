@@ -10,6 +10,7 @@ from pathlib import Path
 from lora_rocm.errors import UserError
 from lora_rocm.families.registry import FAMILIES
 from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.foundation.names import name_key
 from lora_rocm.recipe.load import MAX_RECIPE_BYTES
 from lora_rocm.recipe.shipped import described
 from lora_rocm.ui.folders import Folders
@@ -36,6 +37,25 @@ class ShownRecipe:
     family: str
     purpose: str
     written_s: float
+
+
+def named_file(name: str) -> str:
+    """Return the file name for a recipe's name: with .yaml, if it has no suffix of YAML."""
+    name = name_key(name.strip())
+    return name if name.lower().endswith(SUFFIXES) else f"{name}{SUFFIXES[0]}"
+
+
+def recipe_path(folders: Folders, name: str) -> Path:
+    """Return the path of the recipe that a request names. It may not exist.
+
+    Raises:
+        UserError: outside-folders; or recipe-suffix: it is not a YAML file, so the page neither shows nor changes it.
+    """
+    path = folders.resolve(name)
+    if path.suffix.lower() not in SUFFIXES:
+        fix = f"End the name in {SUFFIXES[0]}."
+        raise UserError("recipe-suffix", "A recipe has to be a YAML file.", where=str(path), fix=fix)
+    return path
 
 
 def listed_recipes(folders: Folders) -> list[ShownRecipe]:

@@ -57,7 +57,6 @@ def environment() -> Environment:
         "duration": time_text,
         "rate": rate_text,
         "counted": count_text,
-        "failure": Failure.of,
         "exact": escape,  # of a text that the user edits: saving it must not change it
     }
     return made

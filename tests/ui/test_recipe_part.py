@@ -1,4 +1,4 @@
-"""Recipe without a browser: the list, the text and its form, live checks, saving with its version, undo, copies."""
+"""Recipe without a browser: the list, the text and its fields, live checks, saving with its version, undo, copies."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def test_an_empty_folder_says_what_a_recipe_is(site: Site) -> None:
 
 
 def test_the_page_has_the_text_and_every_key(site: Site, recipe: Path) -> None:
-    from lora_rocm.recipe.form_fields import form_sections
     from lora_rocm.recipe.kinds import kinds_of
+    from lora_rocm.recipe.recipe_fields import field_sections
 
     text = site.get("/recipe/edit", file=FILE)
     assert "# Nothing here is lost." in text
-    for section in form_sections(kinds_of({})):
+    for section in field_sections(kinds_of({})):
         for field in section.fields:
             assert f'data-key="{field.key}"' in text, field.key
 
@@ -84,19 +84,19 @@ def test_a_wrong_value_is_named_at_its_field(site: Site, recipe: Path) -> None:
     assert draft(site, RECIPE)["faults"] == {}
 
 
-def test_a_text_that_is_no_yaml_stops_the_form_and_not_the_page(site: Site, recipe: Path) -> None:
+def test_a_text_that_is_no_yaml_stops_the_fields_and_not_the_page(site: Site, recipe: Path) -> None:
     found = draft(site, "model: [")
     assert not found["is_yaml"] and "problem" in found["verdict"]
     where = {"params": {"file": FILE}, "data": {"text": "model: [", "key": "lora.rank", "value": "8"}}
     assert site.client.post("/recipe/draft", **where).status_code == 422
 
 
-def test_another_family_has_another_form(site: Site, recipe: Path) -> None:
+def test_another_family_has_other_fields(site: Site, recipe: Path) -> None:
     before = draft(site, RECIPE)
     after = draft(site, RECIPE, "model.family", "causal-lm")
     assert before["shape"] != after["shape"]
-    form = site.client.post("/recipe/form", params={"file": FILE}, data={"text": after["text"]}).text
-    assert 'data-key="objective.train_on"' in form and 'data-key="data.resolution"' not in form
+    html = site.client.post("/recipe/fields", params={"file": FILE}, data={"text": after["text"]}).text
+    assert 'data-key="objective.train_on"' in html and 'data-key="data.resolution"' not in html
 
 
 def test_saving_needs_the_version_that_the_page_got(site: Site, recipe: Path) -> None:
@@ -111,7 +111,7 @@ def test_saving_needs_the_version_that_the_page_got(site: Site, recipe: Path) ->
     assert undone.json()["text"] == RECIPE == recipe.read_text(encoding="utf-8")
 
 
-def test_a_plain_form_saves_as_well_and_line_ends_stay(site: Site, recipe: Path) -> None:
+def test_without_scripts_it_is_saved_as_well_and_line_ends_stay(site: Site, recipe: Path) -> None:
     recipe.write_bytes(RECIPE.replace("\n", "\r\n").encode())
     data = {"text": RECIPE.replace("\n", "\r\n") + "# more\r\n", "version": version_of(recipe.read_bytes())}
     answer = site.client.post("/recipe/save", params={"file": FILE}, data=data, follow_redirects=False)

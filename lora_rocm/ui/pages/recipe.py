@@ -1,4 +1,4 @@
-"""Recipe: the list, and one recipe as a form and as YAML. The file is the truth, and either may be edited."""
+"""Recipe: the list, and one recipe as fields and as YAML. The file is the truth, and either may be edited."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from lora_rocm.errors import UserError
-from lora_rocm.foundation.names import name_key
 from lora_rocm.ui.context import UiContext, context_of
 from lora_rocm.ui.edits import MISSING
 from lora_rocm.ui.fields import fields_of, query_of, text_of
+from lora_rocm.ui.pages import recipe_new, recipe_plan
 from lora_rocm.ui.part import Part
-from lora_rocm.ui.recipe_files import SUFFIXES, listed_recipes
+from lora_rocm.ui.recipe_files import listed_recipes, named_file, recipe_path
 from lora_rocm.ui.rendering import fragment, page, url
 
 LIST, EDITOR = "recipes.html.j2", "recipe.html.j2"
@@ -29,7 +29,7 @@ def listed(request: Request) -> Response:
 
 
 def edit(request: Request) -> Response:
-    """One recipe, with its form, its YAML, and what ``check`` finds in it."""
+    """One recipe, with its fields, its YAML, and the findings of ``check``."""
     from lora_rocm.ui.recipe_draft import edited
 
     ui, path = context_of(request), _recipe(request)
@@ -48,9 +48,9 @@ def present(request: Request) -> Response:
 
 
 async def draft(request: Request) -> Response:
-    """What is wrong with a text that is not saved yet, and the values of its form.
+    """The problems of a text that is not saved yet, and the values of its fields.
 
-    ``key`` and ``value``: a field of the form that was changed. The answer has the text after that change.
+    ``key`` and ``value``: a field that was changed. The answer has the text after that change.
     """
     posted = await fields_of(request)
     return await run_in_threadpool(_draft, request, _field(posted, "text"), posted.get("key"), _field(posted, "value"))
@@ -77,14 +77,14 @@ def _draft(request: Request, text: str, key: object, value: str) -> Response:
     )
 
 
-async def form(request: Request) -> Response:
-    """The form of a text that is not saved yet. It differs between families, adapters and optimizers."""
+async def fields(request: Request) -> Response:
+    """The fields of a text that is not saved yet. They differ between families, adapters and optimizers."""
     from lora_rocm.ui.recipe_draft import edited
 
     text = _field(await fields_of(request), "text")
     name = Path(context_of(request).folders.name_of(_recipe(request)))
     found = await run_in_threadpool(edited, text, name)
-    return fragment(request, EDITOR, "form", draft=found)
+    return fragment(request, EDITOR, "fields", draft=found)
 
 
 async def save(request: Request) -> Response:
@@ -127,14 +127,8 @@ def _copy(request: Request, name: str) -> Response:
     return RedirectResponse(url("/recipe/edit", file=ui.folders.name_of(target)), 303)
 
 
-def named_file(name: str) -> str:
-    """Return the file name for a recipe's name: with .yaml, if it has no suffix of YAML."""
-    name = name_key(name.strip())
-    return name if name.lower().endswith(SUFFIXES) else f"{name}{SUFFIXES[0]}"
-
-
 def _changed(request: Request, version: str) -> Response:
-    """Return the answer to a saved change: the version for the page's script, or the page again for a plain form."""
+    """Return the answer to a saved change: the version for the page's script, or the page again without scripts."""
     ui, path = context_of(request), _recipe(request)
     if "if-match" not in request.headers:
         return RedirectResponse(url("/recipe/edit", file=ui.folders.name_of(path)), 303)
@@ -148,11 +142,7 @@ def _recipe(request: Request) -> Path:
     Raises:
         UserError: outside-folders; or recipe-suffix: it is not a YAML file, so the page neither shows nor changes it.
     """
-    path = context_of(request).folders.resolve(query_of(request, "file"))
-    if path.suffix.lower() not in SUFFIXES:
-        fix = f"End the name in {SUFFIXES[0]}."
-        raise UserError("recipe-suffix", "A recipe has to be a YAML file.", where=str(path), fix=fix)
-    return path
+    return recipe_path(context_of(request).folders, query_of(request, "file"))
 
 
 def _text_of(ui: UiContext, path: Path) -> tuple[str, str]:
@@ -185,9 +175,11 @@ PART = Part(
         Route("/recipe/edit", edit),
         Route("/recipe/present", present),
         Route("/recipe/draft", draft, methods=["POST"]),
-        Route("/recipe/form", form, methods=["POST"]),
+        Route("/recipe/fields", fields, methods=["POST"]),
         Route("/recipe/save", save, methods=["POST"]),
         Route("/recipe/undo", undo, methods=["POST"]),
         Route("/recipe/copy", copy, methods=["POST"]),
+        *recipe_new.ROUTES,
+        *recipe_plan.ROUTES,
     ],
 )

@@ -1,9 +1,10 @@
-// <recipe-editor>: the form and the YAML of a recipe are two views of one text. A change of a field is made in the text
+// <recipe-editor>: the fields and the YAML of a recipe are two views of one text. A change of a field is made in the text
 // by the server, which keeps its comments. Nothing is written until Save.
 
 import { csrfHeaders } from "/static/page.js";
 
 const PAUSE_MS = 350;
+const PLAN_PAUSE_MS = 900;
 const LOOK_MS = 4000; // between two looks at the file, which another program may change
 
 class RecipeEditor extends HTMLElement {
@@ -11,15 +12,15 @@ class RecipeEditor extends HTMLElement {
     this.file = this.dataset.file;
     this.version = this.dataset.version;
     this.area = this.querySelector("#recipe-text");
-    this.form = this.querySelector("#recipe-form");
+    this.fields = this.querySelector("#recipe-fields");
     this.state = this.querySelector("#saved-state");
     this.savedText = this.area.value;
     this.view = "simple";
     this.order = 0;
     this.chain = Promise.resolve();
     this.area.addEventListener("input", () => this.soon());
-    this.form.addEventListener("input", (event) => this.typed(event));
-    this.form.addEventListener("change", (event) => this.changed(event));
+    this.fields.addEventListener("input", (event) => this.typed(event));
+    this.fields.addEventListener("change", (event) => this.changed(event));
     this.addEventListener("click", (event) => this.clicked(event));
     this.querySelector("#recipe-save").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -31,7 +32,9 @@ class RecipeEditor extends HTMLElement {
     addEventListener("beforeunload", (event) => { if (this.isDirty) event.preventDefault(); });
     addEventListener("focus", () => this.look());
     this.timer = setInterval(() => { if (!document.hidden) this.look(); }, LOOK_MS);
+    this.querySelector("#start").hidden = false;
     this.show();
+    this.check();
   }
 
   disconnectedCallback() { clearInterval(this.timer); }
@@ -90,7 +93,28 @@ class RecipeEditor extends HTMLElement {
     if (found.shape !== this.dataset.shape) await this.renew(found.shape);
     this.fill(found);
     this.show();
-    this.dispatchEvent(new CustomEvent("recipe-checked", { detail: found, bubbles: true }));
+    this.isValid = found.is_valid;
+    this.show();
+    clearTimeout(this.planning);
+    if (found.is_valid) this.planning = setTimeout(() => this.ask("plan", "plan"), PLAN_PAUSE_MS);
+  }
+
+  /** Ask for an estimate of the text. Its box follows the work by itself. */
+  async ask(name, box) {
+    const answer = await this.post(name, { text: this.area.value });
+    if (answer === null) return;
+    const target = document.getElementById(box);
+    target.innerHTML = await answer.text();
+    htmx.process(target);
+  }
+
+  async start() {
+    if (this.isDirty && !(await this.save())) return;
+    const button = this.querySelector("#start");
+    button.disabled = true;
+    const answer = await this.post("start", {});
+    button.disabled = false;
+    if (answer !== null) location.href = (await answer.json()).address;
   }
 
   setText(text) {
@@ -100,13 +124,13 @@ class RecipeEditor extends HTMLElement {
     this.area.scrollTop = scrollTop;
   }
 
-  /** The form has other fields now: the family, adapter or optimizer has changed. */
+  /** There are other fields now: the family, adapter or optimizer has changed. */
   async renew(shape) {
-    const answer = await this.post("form", { text: this.area.value });
+    const answer = await this.post("fields", { text: this.area.value });
     if (answer === null) return;
-    const open = [...this.form.querySelectorAll("details[open]")].map((each) => each.id);
+    const open = [...this.fields.querySelectorAll("details[open]")].map((each) => each.id);
     const focused = document.activeElement?.id;
-    this.form.innerHTML = await answer.text();
+    this.fields.innerHTML = await answer.text();
     this.dataset.shape = shape;
     for (const id of open) document.getElementById(id)?.setAttribute("open", "");
     this.setView(this.view);
@@ -114,9 +138,9 @@ class RecipeEditor extends HTMLElement {
   }
 
   fill(found) {
-    for (const set of this.form.querySelectorAll("fieldset")) set.disabled = !found.is_yaml;
+    for (const set of this.fields.querySelectorAll("fieldset")) set.disabled = !found.is_yaml;
     if (!found.is_yaml) return;
-    for (const field of this.form.querySelectorAll("[data-key]")) {
+    for (const field of this.fields.querySelectorAll("[data-key]")) {
       const { key } = field.dataset;
       const value = found.values[key] ?? "";
       const fault = found.faults[key] ?? "";
@@ -127,7 +151,7 @@ class RecipeEditor extends HTMLElement {
       box.classList.toggle("field-wrong", fault !== "");
       box.querySelector(".fault").textContent = fault;
     }
-    for (const details of this.form.querySelectorAll("details")) {
+    for (const details of this.fields.querySelectorAll("details")) {
       details.classList.toggle("has-fault", details.querySelector(".field-wrong") !== null);
     }
   }
@@ -137,7 +161,7 @@ class RecipeEditor extends HTMLElement {
       field.add(new Option(value, value));
     }
     if (field.value !== value) field.value = value;
-    const slider = this.form.querySelector(`[data-slider="${CSS.escape(field.id)}"]`);
+    const slider = this.fields.querySelector(`[data-slider="${CSS.escape(field.id)}"]`);
     if (slider) slider.value = value || field.placeholder;
   }
 
@@ -172,14 +196,16 @@ class RecipeEditor extends HTMLElement {
     if (button.dataset.view) this.setView(button.dataset.view);
     if (button.dataset.line) this.showLine(Number(button.dataset.line));
     if (button.id === "keep-mine") { this.version = this.theirs; this.save(); }
+    if (button.id === "measure") this.ask("plan/measure", "measured");
+    if (button.id === "start") this.start();
     if (button.id === "take-theirs") this.take();
   }
 
   setView(view) {
     this.view = view;
-    this.form.querySelector(".view-simple").hidden = view !== "simple";
-    this.form.querySelector(".view-full").hidden = view !== "full";
-    for (const each of this.form.querySelectorAll("[data-view]")) {
+    this.fields.querySelector(".view-simple").hidden = view !== "simple";
+    this.fields.querySelector(".view-full").hidden = view !== "full";
+    for (const each of this.fields.querySelectorAll("[data-view]")) {
       each.setAttribute("aria-pressed", String(each.dataset.view === view));
     }
   }
@@ -187,7 +213,7 @@ class RecipeEditor extends HTMLElement {
   /** Show only the fields whose name or meaning contains the words. */
   find(words) {
     const wanted = words.trim().toLowerCase();
-    for (const details of this.form.querySelectorAll(".view-full details")) {
+    for (const details of this.fields.querySelectorAll(".view-full details")) {
       let count = 0;
       for (const field of details.querySelectorAll(".recipe-field")) {
         const isFound = `${field.dataset.field} ${field.textContent}`.toLowerCase().includes(wanted);
@@ -210,6 +236,9 @@ class RecipeEditor extends HTMLElement {
   show() {
     this.state.textContent = this.isDirty ? this.dataset.unsaved : this.dataset.saved;
     this.querySelector("#save").disabled = !this.isDirty;
+    const start = this.querySelector("#start");
+    start.textContent = this.isDirty ? start.dataset.dirty : start.dataset.clean;
+    start.disabled = this.isValid === false;
   }
 
   async save() {

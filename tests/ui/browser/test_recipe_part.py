@@ -1,13 +1,19 @@
-"""Recipe in a browser: the form and the YAML are one text, saved, undone, and in conflict with another program."""
+"""Recipe in a browser: the fields and the YAML are one text, saved, undone, and in conflict with another program."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
+from lora_rocm.commands import plan_cards
+from lora_rocm.ui import launch
+from tests.importing.test_import_command import LOSSY
 from tests.ui.browser.conftest import Tab
+from tests.ui.browser.test_real_run import WAIT_MS
 from tests.ui.test_recipe_part import RECIPE
+from tests.ui.test_recipe_plan import rows
 
 
 @pytest.fixture
@@ -31,7 +37,7 @@ def test_a_recipe_is_accessible_and_fits(tab: Tab, recipe: Path) -> None:
             assert tab.widest() <= 0, f"{view} at {width} px"
 
 
-def test_the_form_and_the_text_are_one(tab: Tab, recipe: Path) -> None:
+def test_the_fields_and_the_text_are_one(tab: Tab, recipe: Path) -> None:
     page = tab.open(f"/recipe/edit?file={recipe.name}")
     text, rank = page.locator("#recipe-text"), page.get_by_label("Rank", exact=True)
     rank.fill("8")
@@ -74,3 +80,72 @@ def test_a_hand_edit_appears_and_a_conflict_is_shown(tab: Tab, recipe: Path) -> 
     page.get_by_text("Saved", exact=True).wait_for()
     assert recipe.read_text(encoding="utf-8").endswith("# mine\n")
     tab.faults.clear()  # the browser reports the status 409
+
+
+def test_a_preset_and_a_dropped_configuration_become_recipes(tab: Tab) -> None:
+    page = tab.open("/recipe/new")
+    assert tab.axe() == []
+    page.get_by_label("Name of the recipe").first.fill("browser-new")
+    page.get_by_label("Preset").select_option("sdxl")
+    page.get_by_role("button", name="Make the recipe").click()
+    page.get_by_role("heading", name="browser-new.yaml is written").wait_for()
+    assert tab.axe() == [] and tab.widest() <= 0
+    page.get_by_role("link", name="Open the recipe").click()
+    page.locator("#recipe-text").wait_for()
+    # A refused request keeps what was written
+    page = tab.open("/recipe/new")
+    page.get_by_label("Name of the recipe").first.fill("browser-new")
+    page.get_by_role("button", name="Make the recipe").click()
+    page.locator(".problem .code", has_text="file-exists").wait_for()
+    assert page.get_by_label("Name of the recipe").first.input_value() == "browser-new"
+    # Another trainer's file
+    file = {"name": "kohya.toml", "mimeType": "text/plain", "buffer": LOSSY.encode()}
+    page.get_by_label("Configuration files").set_input_files(file)
+    page.get_by_role("button", name="Import").click()
+    page.locator("#imported .badge-harms").wait_for()
+    assert tab.axe() == []
+    for width in (360, 1280):
+        page.set_viewport_size({"width": width, "height": 900})
+        assert tab.widest() <= 0
+    tab.faults.clear()  # the browser reports the status 422
+
+
+def test_the_estimate_follows_and_training_starts(tab: Tab, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_cards, "plan_cards", rows)
+    code = "import time; time.sleep(1)"
+    monkeypatch.setattr(launch, "python_command", lambda *words: [sys.executable, "-c", code])
+    page = tab.open(f"/recipe/edit?file={recipe.name}")
+    page.locator("#plan .chips").wait_for()
+    page.get_by_label("Slider of lora.rank").fill("64")
+    page.get_by_text("Not saved yet").wait_for()
+    page.locator("#plan .chips").wait_for()
+    page.get_by_text("How each card trains it").click()
+    assert tab.axe() == [] and page.get_by_label("Rank", exact=True).input_value() == "64"
+    page.set_viewport_size({"width": 360, "height": 800})
+    assert tab.widest() <= 0 and tab.axe() == []
+    page.get_by_role("button", name="Save and start training").click()
+    page.get_by_role("heading", name="The run is starting").wait_for()
+    assert tab.axe() == [] and "rank: 64" in recipe.read_text(encoding="utf-8")
+    (made,) = [each for each in tab.server.context.launches.all() if recipe.stem in each.run_dir.name]
+    tab.run(made.run_dir.name)
+    page.wait_for_url("**/runs/view?*")
+    assert made.process.wait(20) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_from_a_preset_to_a_finished_run(tab: Tab) -> None:
+    page = tab.open("/")
+    page.get_by_role("link", name="New training").click()
+    page.get_by_role("link", name="New recipe").click()
+    page.get_by_label("Name of the recipe").first.fill("first-training")
+    page.get_by_label("Preset").select_option("demo")
+    page.get_by_role("button", name="Make the recipe").click()
+    page.get_by_role("link", name="Open the recipe").click(timeout=WAIT_MS)
+    steps = page.get_by_label("Steps").first
+    steps.fill("4")
+    steps.blur()
+    page.get_by_text("Not saved yet").wait_for()
+    page.get_by_role("button", name="Save and start training").click()
+    page.wait_for_url("**/runs/view?*", timeout=WAIT_MS)
+    page.locator("#state .badge-finished").wait_for(timeout=WAIT_MS)

@@ -1,4 +1,4 @@
-"""The fields of a form for a recipe, generated from the schema classes, so that no key can be missing."""
+"""The keys of a recipe as input fields, generated from the schema classes, so that no key can be missing."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lora_rocm.recipe.value_edit import block_text
 from lora_rocm.recipe.yaml_tree import YamlSyntaxError, parse_yaml
 
 FieldKind = Literal["choice", "value", "text", "texts", "yaml"]
-"""How a field is filled in.
+"""Kind of input.
 
-value: a number, or another short value as in the recipe. texts: one text a line. yaml: lists of sections.
+value: a number, or another short value as in the recipe. texts: one text per line. yaml: lists of sections.
 """
 SIMPLE = (
     "model.family",
@@ -46,20 +46,20 @@ UNITS: Mapping[str, str] = {
     "data.max_length": "tokens",
     "train.max_train_steps": "optimizer updates",
 }
-"""Units of keys whose names do not contain one."""
+"""Units of keys if their names do not contain one."""
 BOOLEANS = ("true", "false")
 NUMBERS = ("integer", "number")
 MAX_SHOWN = 120
 
 
 @dataclass(frozen=True)
-class FormField:
+class RecipeField:
     """A key of a recipe as a field.
 
     Attributes:
         section: its section.
         name: its name in the section.
-        kind: how it is filled in.
+        kind: kind of input.
         meaning: its description.
         unit: unit of its value; empty if it has none.
         default: the value that a recipe without the key has, as text; empty if there is none.
@@ -91,7 +91,7 @@ class FormField:
         """The dotted key."""
         return f"{self.section}.{self.name}"
 
-    def fitting(self, value: Any) -> FormField:
+    def fitting(self, value: object) -> RecipeField:
         """Return the field for a value. A list with mappings is edited as YAML."""
         is_plain = not isinstance(value, list | dict) or all(isinstance(each, str) for each in value)
         return self if self.kind != "texts" or is_plain else replace(self, kind="yaml")
@@ -121,7 +121,7 @@ class FormField:
         is_number = isinstance(tree.value, int | float) and not isinstance(tree.value, bool)
         return tree.value, plain if is_number else ""
 
-    def text_of(self, value: Any, spelling: str = "") -> str:
+    def text_of(self, value: object, spelling: str = "") -> str:
         """Return a value of a recipe as the text in this field. ``spelling``: how the recipe writes a number."""
         if value is None:
             return ""
@@ -133,20 +133,21 @@ class FormField:
             return value
         if isinstance(value, bool | int | float):
             return written(value)
-        is_flat = isinstance(value, list) and not any(isinstance(each, list | dict | str) for each in value)
-        return written(value) if is_flat else block_text(value).rstrip()
+        if isinstance(value, list) and not any(isinstance(each, list | dict | str) for each in value):
+            return written(value)
+        return block_text(value).rstrip()
 
 
 @dataclass(frozen=True)
-class FormSection:
+class FieldSection:
     """A section of a recipe. meaning: its description."""
 
     name: str
     meaning: str
-    fields: Sequence[FormField]
+    fields: Sequence[RecipeField]
 
 
-def form_sections(kinds: Kinds) -> tuple[FormSection, ...]:
+def field_sections(kinds: Kinds) -> tuple[FieldSection, ...]:
     """Return all sections of a recipe of these kinds, with all keys that its family reads."""
     schema, sections = schema_of(kinds)
     found = []
@@ -158,11 +159,11 @@ def form_sections(kinds: Kinds) -> tuple[FormSection, ...]:
             for key, value in section["properties"].items()
             if reads(kinds.family, name, key)
         ]
-        found.append(FormSection(name, _plain(section.get("description", "")), tuple(fields)))
+        found.append(FieldSection(name, _plain(section.get("description", "")), tuple(fields)))
     return tuple(found)
 
 
-def simple_fields(sections: Sequence[FormSection]) -> tuple[FormField, ...]:
+def simple_fields(sections: Sequence[FieldSection]) -> tuple[RecipeField, ...]:
     """Return the fields that most users set."""
     known = {field.key: field for section in sections for field in section.fields}
     return tuple(known[key] for key in SIMPLE if key in known)
@@ -177,63 +178,69 @@ def reads(spec: FamilySpec, section: str, key: str) -> bool:
     return f"{section}.{key}" not in spec.unread
 
 
-def _field(kinds: Kinds, section: str, name: str, schema: Schema, needed: bool) -> FormField:
+def _field(kinds: Kinds, section: str, name: str, schema: Schema, needed: bool) -> RecipeField:
     dotted = f"{section}.{name}"
-    forms = _forms(schema)
-    choices = kinds.choices((section, name)) or _choices(forms)
+    variants = _variants(schema)
+    choices = kinds.choices((section, name)) or _choices(variants)
     default = schema.get("default")
     if not default and isinstance(default, list | dict):
         default = None
     is_side = dotted in ("data.bucket_step", "sample.width", "sample.height")
-    return FormField(
+    return RecipeField(
         section,
         name,
-        "choice" if choices else _kind(forms),
+        "choice" if choices else _kind(variants),
         _plain(schema.get("description", "")),
-        UNITS.get(dotted, "") or ("seconds" if section == "timeouts" else _unit(name, forms)),
+        UNITS.get(dotted, "") or ("seconds" if section == "timeouts" else _unit(name, variants)),
         "" if default is None else written(default) if isinstance(default, bool | int | float) else _short(default),
         tuple(choices),
-        _limits(forms),
+        _limits(variants),
         schema.get("resume") == "may change",
         needed,
-        {form.get("type") for form in forms} == {"string", "array"},
+        {variant.get("type") for variant in variants} == {"string", "array"},
         kinds.family.axes.multiple_px if is_side else None,
         128 if dotted == "lora.rank" else None,
     )
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     return value if isinstance(value, str) else shown(value, MAX_SHOWN)
 
 
-def _forms(schema: Schema) -> list[Schema]:
-    """Return the schemas of the forms that a value may have, without null."""
-    forms = schema.get("anyOf") or schema.get("oneOf") or [schema]
-    flat = [part for form in forms for part in (_forms(form) if "anyOf" in form or "oneOf" in form else [form])]
-    return [form for form in flat if form.get("type") != "null"]
+def _variants(schema: Schema) -> list[Schema]:
+    """Return the schemas of all types that a value may have, without null."""
+    variants = schema.get("anyOf") or schema.get("oneOf") or [schema]
+    flat = [
+        part
+        for variant in variants
+        for part in (_variants(variant) if "anyOf" in variant or "oneOf" in variant else [variant])
+    ]
+    return [variant for variant in flat if variant.get("type") != "null"]
 
 
-def _choices(forms: Sequence[Schema]) -> Sequence[str]:
-    """Return the valid values, if each form lists its own; else nothing."""
+def _choices(variants: Sequence[Schema]) -> Sequence[str]:
+    """Return the valid values, if each type lists its own; else nothing."""
     found: list[str] = []
-    for form in forms:
-        if form.get("type") == "boolean":
+    for variant in variants:
+        if variant.get("type") == "boolean":
             found += BOOLEANS
-        elif "const" in form or "enum" in form:
-            found += [str(each) for each in form.get("enum", [form.get("const")])]
+        elif "const" in variant or "enum" in variant:
+            found += [str(each) for each in variant.get("enum", [variant.get("const")])]
         else:
             return ()
     return found
 
 
-def _kind(forms: Sequence[Schema]) -> FieldKind:
-    kinds = {str(form.get("type", "object")) for form in forms}
-    if kinds <= {"string"} and not any("enum" in form or "const" in form for form in forms):
+def _kind(variants: Sequence[Schema]) -> FieldKind:
+    kinds = {str(variant.get("type", "object")) for variant in variants}
+    if kinds <= {"string"} and not any("enum" in variant or "const" in variant for variant in variants):
         return "text"
     if kinds <= {*NUMBERS, "string", "boolean"}:
         return "value"
-    lists = [form for form in forms if form.get("type") == "array"]
-    items = [part for form in lists for part in _forms(form.get("items") or form.get("prefixItems", [{}])[0])]
+    lists = [variant for variant in variants if variant.get("type") == "array"]
+    items = [
+        part for variant in lists for part in _variants(variant.get("items") or variant.get("prefixItems", [{}])[0])
+    ]
     is_of_texts = any(item.get("type") == "string" for item in items)
     if lists and is_of_texts and all("$ref" in i or i.get("type") == "string" for i in items) and "object" not in kinds:
         return "texts"
@@ -242,25 +249,25 @@ def _kind(forms: Sequence[Schema]) -> FieldKind:
     return "yaml"
 
 
-def _unit(name: str, forms: Sequence[Schema]) -> str:
+def _unit(name: str, variants: Sequence[Schema]) -> str:
     """Return the unit that a key's name contains; empty for keys that are not numbers."""
-    if not any(form.get("type") in NUMBERS for form in forms):
+    if not any(variant.get("type") in NUMBERS for variant in variants):
         return ""
     units = sorted(unit_of(name))
     is_count = name.startswith("gradient_") or name == "steps"
     is_factor = name.endswith("_ratio") and not any(
-        form.get("exclusiveMaximum", form.get("maximum")) == 1 for form in forms
+        variant.get("exclusiveMaximum", variant.get("maximum")) == 1 for variant in variants
     )
     return "" if is_count or is_factor or len(units) != 1 else units[0]
 
 
-def _limits(forms: Sequence[Schema]) -> str:
+def _limits(variants: Sequence[Schema]) -> str:
     """Return the lowest and highest value as text. Limits that only catch typing errors are omitted."""
-    for form in forms:
-        if form.get("type") not in NUMBERS:
+    for variant in variants:
+        if variant.get("type") not in NUMBERS:
             continue
-        low, above = form.get("minimum"), form.get("exclusiveMinimum")
-        high, below = form.get("maximum"), form.get("exclusiveMaximum")
+        low, above = variant.get("minimum"), variant.get("exclusiveMinimum")
+        high, below = variant.get("maximum"), variant.get("exclusiveMaximum")
         parts = [f">= {low:g}" if low is not None else f"> {above:g}" if above is not None else ""]
         most = high if high is not None else below
         if most is not None and most <= 100_000:
