@@ -25,7 +25,7 @@ NUM_AHEAD = 20
 """Number of further votes that the forecast looks ahead."""
 INDIFFERENT = float(np.log(0.55 / 0.45))
 """A difference in quality that nobody would notice: the better one wins 55 of 100 comparisons."""
-SETTLED = 0.95
+SETTLED = 0.98
 Z90 = 1.6448536269514722
 """Half of the width of a 90 % interval, in standard deviations."""
 

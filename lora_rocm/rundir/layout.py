@@ -32,7 +32,7 @@ FILE_OF = {part: f"{part}.safetensors" for part in ("adapter", "ema", "optimizer
 
 IN_PLACE = (
     r"\.parent\.lock|\.worker(\.rank\d+)?\.lock|stop|worker(\.rank\d+)?\.log|events(\.rank\d+|\.supervisor)?\.jsonl|"
-    r"heartbeat\.rank\d+\.json|tracker\.\w+\.log|stacks\.rank\d+\.txt"
+    r"heartbeat\.rank\d+\.json|tracker\.\w+\.log|stacks\.rank\d+\.txt|clicks\.jsonl"
 )
 """Pattern for the names of files that are written in place."""
 OF_PARENT = re.compile(
@@ -71,7 +71,7 @@ class NamePatterns:
 
     @property
     def folders(self) -> str:
-        return rf"checkpoints|samples|tensorboard|peft|{self.embeddings}"
+        return rf"checkpoints|samples|grid|tensorboard|peft|{self.embeddings}"
 
     @property
     def of_worker(self) -> str:
@@ -227,6 +227,16 @@ class RunDir:
     def asked(self) -> Path:
         """The folder of the images that ``lora-rocm sample`` drew."""
         return self.samples / "asked"
+
+    @property
+    def grid(self) -> Path:
+        """The folder with the pictures among which the user chooses, and with what the grid shows (``grid.json``)."""
+        return self.path / "grid"
+
+    @property
+    def clicks(self) -> Path:
+        """The file with the user's votes of the blind test."""
+        return self.path / "clicks.jsonl"
 
     @property
     def before_after(self) -> Path:
