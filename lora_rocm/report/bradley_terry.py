@@ -3,9 +3,9 @@
 A variant is a LoRA file at a strength. Each has a quality ``q``, and variant ``a`` is preferred to ``b`` with
 probability ``1 / (1 + exp(q_b - q_a))``. A tie counts as half a vote for each.
 
-Before any vote, a quality is the sum of three unknown parts: of its file, of its strength, and its own. So a vote on one
-strength of a file also says something about the file's other strengths, and a variant without votes has a wide interval.
-The qualities are the most probable ones, with the normal approximation around them (Laplace).
+Before any vote, a quality is the sum of three unknown parts: of its file, of its strength, and its own. So a vote on
+one strength of a file also says something about the file's other strengths, and a variant without votes has a wide
+interval. The qualities are the most probable ones, with the normal approximation around them (Laplace).
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ NUM_AHEAD = 20
 INDIFFERENT = float(np.log(0.55 / 0.45))
 """A difference in quality that nobody would notice: the better one wins 55 of 100 comparisons."""
 SETTLED = 0.98
+"""Probability above which the answer is settled. It is asked after each vote, which favours lucky moments: in a
+simulation of 60 tests, 20 more votes changed the answer in 2. The tests needed 40 votes in the median.
+"""
 Z90 = 1.6448536269514722
 """Half of the width of a 90 % interval, in standard deviations."""
 
@@ -113,7 +116,7 @@ class Ranking:
         return float(np.mean(behind <= INDIFFERENT))
 
     def is_settled(self, seed: int = 0) -> bool:
-        """Whether 20 more votes will not change the answer, with a probability of at least 95 %."""
+        """Whether 20 more votes will not change the answer, with a probability of at least SETTLED."""
         return self.chance_to_stay(seed=seed) >= SETTLED
 
 
@@ -130,7 +133,9 @@ def rank(
     Args:
         variants: the variants; at least one.
         votes: the comparisons.
-        file_sd, strength_sd, own_sd: standard deviations of the parts of a quality before any vote.
+        file_sd: standard deviation of a file's part of a quality, before any vote.
+        strength_sd: likewise of a strength's part.
+        own_sd: likewise of a variant's own part.
     """
     num = len(variants)
     before = np.linalg.inv(_covariance_before(variants, file_sd, strength_sd, own_sd))
@@ -168,11 +173,12 @@ def _covariance_before(variants: Sequence[Variant], file_sd: float, strength_sd:
 
 
 def _share(difference: Floats) -> Floats:
-    return np.asarray(1.0 / (1.0 + np.exp(-np.clip(difference, -500.0, 500.0))))
+    return np.asarray(1.0 / (1.0 + np.exp(-np.clip(difference, -500.0, 500.0))), dtype=np.float64)
 
 
 def _draws(mean: Floats, covariance: Floats, count: int, seed: int) -> Floats:
     """Return random qualities [count, V]. A covariance that rounding made slightly negative is accepted."""
     values, vectors = np.linalg.eigh((covariance + covariance.T) / 2.0)
     factor = vectors * np.sqrt(np.maximum(values, 0.0))
-    return np.asarray(mean + np.random.default_rng(seed).standard_normal((count, len(mean))) @ factor.T)
+    drawn: Floats = np.random.default_rng(seed).standard_normal((count, len(mean)))
+    return mean + drawn @ factor.T

@@ -20,6 +20,7 @@ from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.rundir.layout import RunDir
 
 Preferred = Literal["first", "second", "tie"]
+PREFERRED: tuple[Preferred, ...] = get_args(Preferred)
 MAX_CLICKS_BYTES = 1 << 26
 
 
@@ -114,18 +115,23 @@ def _parsed(line: bytes) -> dict[str, Any]:
 
 def _click(value: dict[str, Any]) -> Click | None:
     """Return the vote of a line, or None if it is not one."""
-    prompt, preferred, when = value.get("prompt"), value.get("preferred"), value.get("time")
+    prompt, when = value.get("prompt"), _number(value.get("time"))
+    preferred = next((each for each in PREFERRED if each == value.get("preferred")), None)
     first, second = _side(value.get("first")), _side(value.get("second"))
-    if not isinstance(prompt, str) or preferred not in get_args(Preferred) or first is None or second is None:
+    if not isinstance(prompt, str) or preferred is None or when is None or first is None or second is None:
         return None
-    is_time = isinstance(when, int | float) and not isinstance(when, bool) and math.isfinite(when)
-    return Click(prompt, first, second, preferred, float(when)) if is_time else None
+    return Click(prompt, first, second, preferred, when)
 
 
 def _side(value: Any) -> Side | None:
     if not isinstance(value, dict):
         return None
-    updates, strength, picture = value.get("updates"), value.get("strength"), value.get("picture")
-    if type(updates) is not int or type(strength) not in (int, float) or not isinstance(picture, str):
+    updates, strength, picture = value.get("updates"), _number(value.get("strength")), value.get("picture")
+    if type(updates) is not int or strength is None or not isinstance(picture, str):
         return None
-    return Side(updates, float(strength), picture) if math.isfinite(strength) else None
+    return Side(updates, strength, picture)
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if is_number else None

@@ -108,9 +108,9 @@ def test_the_intervals_hold_the_truth_as_often_as_they_say() -> None:
 
 
 def test_the_forecast_keeps_its_word() -> None:
-    """Where 20 more votes should change nothing, 20 more votes are given, and change nothing in about 95 %."""
+    """Where 20 more votes should change nothing, 20 more votes are given, and change nothing nearly always."""
     random, settled, stayed, needed = np.random.default_rng(2), 0, 0, list[int]()
-    for number in range(40):
+    for number in range(16):
         truth, given = truth_of(random), list[Vote]()
         found = rank(GRID, given)
         while len(given) < 150 and not found.is_settled(number):
@@ -124,5 +124,5 @@ def test_the_forecast_keeps_its_word() -> None:
             given.append(asked(found, truth, random, 1000 * number + len(given)))
             found = rank(GRID, given)
         stayed += found.quality[found.best] - found.quality[before] <= INDIFFERENT
-    assert settled >= 30 and stayed / settled >= 0.85, (settled, stayed)
+    assert settled >= 12 and stayed / settled >= 0.85, (settled, stayed)
     assert 10 < float(np.median(needed)) < 120, needed
