@@ -169,11 +169,13 @@ def _covariance_before(variants: Sequence[Variant], file_sd: float, strength_sd:
     strengths = np.array([each.strength for each in variants])
     same_file = (updates[:, None] == updates[None, :]).astype(np.float64)
     same_strength = (strengths[:, None] == strengths[None, :]).astype(np.float64)
-    return file_sd**2 * same_file + strength_sd**2 * same_strength + own_sd**2 * np.eye(len(variants))
+    covariance: Floats = file_sd**2 * same_file + strength_sd**2 * same_strength + own_sd**2 * np.eye(len(variants))
+    return covariance
 
 
 def _share(difference: Floats) -> Floats:
-    return np.asarray(1.0 / (1.0 + np.exp(-np.clip(difference, -500.0, 500.0))), dtype=np.float64)
+    share: Floats = 1.0 / (1.0 + np.exp(-np.clip(difference, -500.0, 500.0)))
+    return share
 
 
 def _draws(mean: Floats, covariance: Floats, count: int, seed: int) -> Floats:
@@ -181,4 +183,5 @@ def _draws(mean: Floats, covariance: Floats, count: int, seed: int) -> Floats:
     values, vectors = np.linalg.eigh((covariance + covariance.T) / 2.0)
     factor = vectors * np.sqrt(np.maximum(values, 0.0))
     drawn: Floats = np.random.default_rng(seed).standard_normal((count, len(mean)))
-    return mean + drawn @ factor.T
+    found: Floats = mean + drawn @ factor.T
+    return found

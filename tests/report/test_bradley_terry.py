@@ -113,7 +113,7 @@ def test_the_forecast_keeps_its_word() -> None:
     for number in range(16):
         truth, given = truth_of(random), list[Vote]()
         found = rank(GRID, given)
-        while len(given) < 150 and not found.is_settled(number):
+        while len(given) < 150 and (len(given) % 5 or not found.is_settled(number)):
             given.append(asked(found, truth, random, 1000 * number + len(given)))
             found = rank(GRID, given)
         if len(given) == 150:
