@@ -71,7 +71,7 @@ class NamePatterns:
 
     @property
     def folders(self) -> str:
-        return rf"checkpoints|samples|grid|tensorboard|peft|{self.embeddings}"
+        return rf"checkpoints|samples|grid|tries|tensorboard|peft|{self.embeddings}"
 
     @property
     def of_worker(self) -> str:
@@ -232,6 +232,11 @@ class RunDir:
     def grid(self) -> Path:
         """The folder with the pictures among which the user chooses, and with what the grid shows (``grid.json``)."""
         return self.path / "grid"
+
+    @property
+    def tries(self) -> Path:
+        """The folder of the pictures that the user drew in the page, each with the values that it was drawn with."""
+        return self.path / "tries"
 
     @property
     def clicks(self) -> Path:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lora_rocm.commands.output import Failure
 from lora_rocm.errors import LoraRocmError, StoppedError, UserError
 
 MAX_LINES = 200
@@ -50,6 +51,11 @@ class Work:
         if isinstance(self.error, StoppedError):
             return "cancelled"
         return "failed" if self.error is not None else "done"
+
+    @property
+    def failure(self) -> Failure | None:
+        """The error as pages show it, or None."""
+        return None if self.error is None else Failure.of(self.error)
 
     @property
     def is_cancelled(self) -> bool:
