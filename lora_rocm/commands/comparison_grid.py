@@ -1,6 +1,6 @@
 """The grid of a run: pictures of its LoRA files by prompts and strengths, drawn by the child of ``lora-rocm compare``.
 
-``grid/grid.json`` has only what the user wants to see. Each picture's name is computed from everything that it depends
+``grid/grid.json`` has only the user's wishes. Each picture's name is computed from everything that it depends
 on, so a picture that exists is used, and one of a changed file is not.
 """
 
@@ -41,7 +41,7 @@ GRID_JSON = "grid.json"
 
 @dataclass(frozen=True)
 class GridRequest:
-    """What a grid shows.
+    """The user's wishes for a grid.
 
     Attributes:
         prompts: prompts of the pictures; empty for the recipe's.
@@ -73,7 +73,7 @@ class Grid:
     """A grid with its places.
 
     Attributes:
-        request: what it shows.
+        request: the user's wishes.
         prompts: the prompt of each picture of one file and strength.
         cells: all places: the base first, then each file with all strengths.
     """
@@ -136,7 +136,7 @@ def _require_size(where: str, number: int, most: int, least: int = 1) -> None:
 
 
 def save_request(run_dir: RunDir, request: GridRequest) -> None:
-    """Save what the grid shows.
+    """Save the wishes for the grid.
 
     Raises:
         StorageError: it cannot be written.
@@ -146,7 +146,7 @@ def save_request(run_dir: RunDir, request: GridRequest) -> None:
 
 
 def read_request(run_dir: RunDir) -> GridRequest | None:
-    """Return what the grid shows; None if nothing is saved, or it cannot be read."""
+    """Return the saved wishes; None if there are none, or they cannot be read."""
     try:
         found = object_in(run_dir.grid / GRID_JSON, MAX_GRID_BYTES)
         request = GridRequest(
@@ -174,7 +174,7 @@ def open_grid(
 
 
 def grid_of(run_dir: RunDir, recipe: Recipe, request: GridRequest) -> Grid:
-    """Return the grid of a request. Files that no longer exist are left out."""
+    """Return the grid of a request. Files that no longer exist have no places."""
     sample = _section(recipe, request)
     ending = "txt" if recipe.spec.preview == "text" else "png"
     versions = {BASE: "base"}
@@ -219,7 +219,7 @@ def draw_missing(
         StorageError: a picture cannot be written.
         LoraRocmError: the child process failed, or ``require_wanted`` raised it.
     """
-    # What is missing: the base is drawn with any file, since the child always begins with it
+    # The missing places; the base is drawn with any file, because the child always begins with it
     missing = grid.missing
     if not missing:
         return 0

@@ -134,7 +134,7 @@ def draw_try(
 
 
 def tries_of(run_dir: RunDir, most: int) -> list[Try]:
-    """Return the newest tries, the newest first. Records that cannot be read are left out."""
+    """Return the newest tries, the newest first. Records that cannot be read are skipped."""
     records = sorted(run_dir.tries.glob("*.json"), reverse=True) if run_dir.tries.is_dir() else []
     found = list[Try]()
     for path in records:

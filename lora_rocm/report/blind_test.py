@@ -1,4 +1,4 @@
-"""The blind test: which two pictures are compared next, and what the votes say so far.
+"""The blind test: the next two pictures to compare, and the result of the votes so far.
 
 Nothing is stored but the votes. The next pair is computed from them, so a page that is loaded again shows the same
 pair.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from lora_rocm.report.bradley_terry import Ranking, Variant, Vote, rank
+from lora_rocm.report.bradley_terry import LoraVariant, Ranking, Vote, rank
 from lora_rocm.rundir.clicks import Click
 
 SHARES = {"first": 1.0, "second": 0.0, "tie": 0.5}
@@ -23,14 +23,14 @@ SHARES = {"first": 1.0, "second": 0.0, "tie": 0.5}
 class Picture:
     """A picture of the grid. number: its prompt's place in the grid."""
 
-    variant: Variant
+    variant: LoraVariant
     number: int
     prompt: str
     path: Path
 
 
 @dataclass(frozen=True)
-class Pair:
+class BlindPair:
     """Two pictures of one prompt. token: changes with each vote and each change of the grid."""
 
     token: str
@@ -50,7 +50,7 @@ class RankedVariant:
         num_votes: number of votes on it.
     """
 
-    variant: Variant
+    variant: LoraVariant
     win_rate: float
     least: float
     most: float
@@ -63,14 +63,14 @@ class BlindTest:
 
     Args:
         pictures: all pictures of LoRA files.
-        clicks: the votes, oldest first. Votes on variants without a picture count for nothing.
+        clicks: the votes, oldest first. Votes on variants without a picture do not count.
     """
 
     def __init__(self, pictures: Sequence[Picture], clicks: Sequence[Click]) -> None:
         self.pictures, self.clicks = pictures, clicks
         self.variants = sorted({each.variant for each in pictures}, key=lambda one: (one.updates, one.strength))
-        self._places: Mapping[Variant, int] = {variant: place for place, variant in enumerate(self.variants)}
-        self._of: Mapping[tuple[int, Variant], Picture] = {(each.number, each.variant): each for each in pictures}
+        self._places: Mapping[LoraVariant, int] = {variant: place for place, variant in enumerate(self.variants)}
+        self._of: Mapping[tuple[int, LoraVariant], Picture] = {(each.number, each.variant): each for each in pictures}
         self._numbers = sorted({each.number for each in pictures})
 
     @cached_property
@@ -78,8 +78,8 @@ class BlindTest:
         """The votes on the variants of the grid."""
         found = []
         for click in self.clicks:
-            first = self._places.get(Variant(click.first.updates, click.first.strength))
-            second = self._places.get(Variant(click.second.updates, click.second.strength))
+            first = self._places.get(LoraVariant(click.first.updates, click.first.strength))
+            second = self._places.get(LoraVariant(click.second.updates, click.second.strength))
             if first is not None and second is not None and first != second:
                 found.append(Vote(first, second, SHARES[click.preferred]))
         return found
@@ -95,7 +95,7 @@ class BlindTest:
         return bool(self.votes) and len(self.variants) > 1 and self.ranking.is_settled(len(self.votes))
 
     @property
-    def best(self) -> Variant | None:
+    def best(self) -> LoraVariant | None:
         """The variant with the highest quality; None without votes."""
         return self.variants[self.ranking.best] if self.votes else None
 
@@ -109,7 +109,7 @@ class BlindTest:
         return sorted(found, key=lambda row: row.win_rate, reverse=True)
 
     @cached_property
-    def pair(self) -> Pair | None:
+    def pair(self) -> BlindPair | None:
         """The next pair; None if no two variants have pictures of one prompt."""
         token = self._token()
         chance = random.Random(token)
@@ -119,11 +119,11 @@ class BlindTest:
                 number = self._least_used(shared, chance)
                 sides = [self._of[number, first], self._of[number, second]]
                 chance.shuffle(sides)
-                return Pair(token, *sides)
+                return BlindPair(token, *sides)
         return None
 
-    def _pairs(self, seed: int) -> list[tuple[Variant, Variant]]:
-        """Return pairs in the order of preference: those of the ranking, then all others."""
+    def _pairs(self, seed: int) -> list[tuple[LoraVariant, LoraVariant]]:
+        """Return pairs in the order of preference: first the ranking's pairs, then all others."""
         if len(self.variants) < 2:
             return []
         chosen = [(self.variants[a], self.variants[b]) for a, b in self.ranking.next_pairs(8, seed)]

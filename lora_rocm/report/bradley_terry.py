@@ -4,7 +4,7 @@ A variant is a LoRA file at a strength. Each has a quality ``q``, and variant ``
 probability ``1 / (1 + exp(q_b - q_a))``. A tie counts as half a vote for each.
 
 Before any vote, a quality is the sum of three unknown parts: of its file, of its strength, and its own. So a vote on
-one strength of a file also says something about the file's other strengths, and a variant without votes has a wide
+one strength of a file also changes the file's other strengths, and a variant without votes has a wide
 interval. The qualities are the most probable ones, with the normal approximation around them (Laplace).
 """
 
@@ -34,7 +34,7 @@ Z90 = 1.6448536269514722
 
 
 @dataclass(frozen=True)
-class Variant:
+class LoraVariant:
     """A LoRA file at a strength. updates: the step of the file."""
 
     updates: int
@@ -121,7 +121,7 @@ class Ranking:
 
 
 def rank(
-    variants: Sequence[Variant],
+    variants: Sequence[LoraVariant],
     votes: Sequence[Vote],
     *,
     file_sd: float = FILE_SD,
@@ -164,7 +164,7 @@ def rank(
     return Ranking(centred @ quality, covariance + 1e-9 * np.eye(num))
 
 
-def _covariance_before(variants: Sequence[Variant], file_sd: float, strength_sd: float, own_sd: float) -> Floats:
+def _covariance_before(variants: Sequence[LoraVariant], file_sd: float, strength_sd: float, own_sd: float) -> Floats:
     updates = np.array([each.updates for each in variants])
     strengths = np.array([each.strength for each in variants])
     same_file = (updates[:, None] == updates[None, :]).astype(np.float64)

@@ -39,7 +39,7 @@ class Click:
 
     Attributes:
         prompt: the prompt of both pictures.
-        first, second: what was compared.
+        first, second: the two compared variants.
         preferred: the better one.
         time: when, in seconds since the epoch.
     """

@@ -230,7 +230,7 @@ class RunDir:
 
     @property
     def grid(self) -> Path:
-        """The folder with the pictures among which the user chooses, and with what the grid shows (``grid.json``)."""
+        """The folder with the pictures of the page Choose, and with the wishes for them (``grid.json``)."""
         return self.path / "grid"
 
     @property

@@ -18,9 +18,9 @@ def running_runs(folders: Folders) -> list[RunDir]:
 def require_room(folders: Folders, wanted: RunDir) -> None:
     """Check that the model of a run can be loaded while others train.
 
-    It can if there is no running run; or if for each, the GPU has room for its training and for as much memory as
-    training ``wanted`` needs. Drawing needs less than that, because it computes no gradients. On the CPU there is no
-    such limit, and training would become slower, so it is refused.
+    This is so if no run trains, or if the GPU has room for each training together with the training of ``wanted``.
+    Drawing needs less memory than training, because it computes no gradients. On the CPU there is no limit to compare
+    with, and training would become slower, so it is refused.
 
     Raises:
         UserError: run-is-running: there is not enough room.

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from lora_rocm.report.bradley_terry import INDIFFERENT, NUM_AHEAD, Ranking, Variant, Vote, rank
+from lora_rocm.report.bradley_terry import INDIFFERENT, NUM_AHEAD, LoraVariant, Ranking, Vote, rank
 
-GRID = [Variant(step, strength) for step in (200, 400, 600, 800) for strength in (0.6, 0.8, 1.0)]
+GRID = [LoraVariant(step, strength) for step in (200, 400, 600, 800) for strength in (0.6, 0.8, 1.0)]
 VAGUE = {"file_sd": 1e3, "strength_sd": 0.0, "own_sd": 1e3}
 
 
@@ -33,7 +33,7 @@ def truth_of(random: np.random.Generator) -> np.ndarray:
 
 def test_two_variants_have_the_odds_of_their_votes() -> None:
     """Without assumptions the difference is the logarithm of the odds, and its variance 1/wins + 1/losses."""
-    pair = [Variant(1, 1.0), Variant(2, 1.0)]
+    pair = [LoraVariant(1, 1.0), LoraVariant(2, 1.0)]
     found = rank(pair, votes(0, 1, 30, 10), **VAGUE)
     assert found.quality[0] - found.quality[1] == pytest.approx(math.log(3), abs=1e-4)
     covariance = found.covariance
@@ -45,7 +45,7 @@ def test_two_variants_have_the_odds_of_their_votes() -> None:
 
 def test_the_maximum_likelihood_of_three_variants_is_found() -> None:
     """At the maximum, the expected wins of each variant equal its wins (Zermelo 1929)."""
-    three = [Variant(number, 1.0) for number in range(3)]
+    three = [LoraVariant(number, 1.0) for number in range(3)]
     given = [*votes(0, 1, 7, 3), *votes(1, 2, 6, 4), *votes(0, 2, 5, 5)]
     found = rank(three, given, **VAGUE)
     expected, wins = np.zeros(3), np.zeros(3)

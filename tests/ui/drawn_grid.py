@@ -1,4 +1,4 @@
-"""A run whose grid of pictures is drawn, without a model."""
+"""A run with a drawn grid of pictures, made without a model."""
 
 from __future__ import annotations
 

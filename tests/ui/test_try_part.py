@@ -36,7 +36,7 @@ VALUES = {
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
-    """The calls of ``sample``, whose pictures have the strength as their red."""
+    """The calls of ``sample``. Its pictures have the strength as their red."""
     calls = list[SimpleNamespace]()
 
     def sample(source: Path, *, output: Path, require_wanted: Callable[[], None], **options: Any) -> SampleResult:

@@ -35,10 +35,12 @@ LIST, VIEW = "choose.html.j2", "choose_run.html.j2"
 MOST_FILES = 8
 USUAL_STRENGTHS = (0.6, 0.8, 1.0)
 MAX_TEXT_BYTES = 1 << 16
+Values = dict[str, Any]
+"""Values of a block of the template."""
 
 
 @dataclass(frozen=True)
-class OpenRun:
+class ChooseRun:
     """A run in this part. name: what requests call it."""
 
     run_dir: RunDir
@@ -136,7 +138,7 @@ def test(request: Request) -> Response:
 
 
 def side(request: Request) -> Response:
-    """A picture of the present pair. Its address says nothing about its file."""
+    """A picture of the present pair. Its address does not name its file."""
     found = _open(request)
     pair = _blind_test(found).pair
     if pair is None or pair.token != query_of(request, "pair"):
@@ -172,7 +174,7 @@ def undo(request: Request) -> Response:
     return _voted(request, found)
 
 
-def _voted(request: Request, found: OpenRun) -> Response:
+def _voted(request: Request, found: ChooseRun) -> Response:
     """The next pair; the result updates itself at the event ``voted``."""
     answer = fragment(request, VIEW, "test", name=found.name, **_test(found))
     answer.headers["HX-Trigger"] = "voted"
@@ -216,32 +218,33 @@ def _copied(request: Request, step: str, folder: str) -> Response:
     return fragment(request, VIEW, "take", name=found.name, **_take(found) | {"copied": made, "step": int(step)})
 
 
-def _open(request: Request) -> OpenRun:
+def _open(request: Request) -> ChooseRun:
     from lora_rocm.commands.comparison_grid import open_grid
 
     folders = context_of(request).folders
     run_dir = folders.run(query_of(request, "dir"))
     _, recipe, grid = open_grid(run_dir.path)
-    return OpenRun(run_dir, folders.name_of(run_dir.path), recipe, grid)
+    return ChooseRun(run_dir, folders.name_of(run_dir.path), recipe, grid)
 
 
-def _blind_test(found: OpenRun) -> BlindTest:
+def _blind_test(found: ChooseRun) -> BlindTest:
     from lora_rocm.report.blind_test import BlindTest, Picture
-    from lora_rocm.report.bradley_terry import Variant
+    from lora_rocm.report.bradley_terry import LoraVariant
 
     cells = [cell for cell in found.grid.cells if cell.updates and cell.is_drawn] if found.grid else []
     prompts = found.grid.prompts if found.grid else ()
     pictures = [
-        Picture(Variant(cell.updates, cell.strength), cell.number, prompts[cell.number], cell.path) for cell in cells
+        Picture(LoraVariant(cell.updates, cell.strength), cell.number, prompts[cell.number], cell.path)
+        for cell in cells
     ]
     return BlindTest(pictures, read_clicks(found.run_dir))
 
 
-def _drawing(request: Request, found: OpenRun) -> dict[str, Any]:
+def _drawing(request: Request, found: ChooseRun) -> Values:
     return {"work": context_of(request).background.of(found.key)}
 
 
-def _test(found: OpenRun) -> dict[str, Any]:
+def _test(found: ChooseRun) -> Values:
     test = _blind_test(found)
     shown = [_text(pair_side.path) for pair_side in (test.pair.first, test.pair.second)] if test.pair else []
     return {"test": test, "shown_texts": shown, "stays": _stays(test)}
@@ -252,7 +255,7 @@ def _stays(test: BlindTest) -> float | None:
     return test.ranking.chance_to_stay(seed=len(test.votes)) if test.votes else None
 
 
-def _ranking(request: Request, found: OpenRun) -> dict[str, Any]:
+def _ranking(request: Request, found: ChooseRun) -> Values:
     losses = _held_out(context_of(request), found.run_dir)
     rows = [(row, _loss_at(losses, row.variant.updates)) for row in _blind_test(found).ranked()]
     return {"rows": rows, "has_losses": any(loss is not None for _, loss in rows)}
@@ -267,7 +270,7 @@ def _loss_at(losses: list[tuple[int, float]], updates: int) -> float | None:
     return next((loss for step, loss in reversed(losses) if step <= updates), None)
 
 
-def _grid(found: OpenRun) -> dict[str, Any]:
+def _grid(found: ChooseRun) -> Values:
     """The rows of the grid: a title, and for each prompt the picture relative to the run, or a text."""
     rows = []
     grid = found.grid
@@ -288,7 +291,7 @@ def _text(path: Path) -> str | None:
         return file.read(MAX_TEXT_BYTES).decode("utf-8", "replace")
 
 
-def _take(found: OpenRun) -> dict[str, Any]:
+def _take(found: ChooseRun) -> Values:
     from lora_rocm.commands.lora_folders import chosen_folder, found_lora_folders
 
     folder, best = chosen_folder(), _blind_test(found).best
@@ -317,7 +320,7 @@ def _file_of(run_dir: RunDir, step: str) -> Path:
 
 
 def _copy_name(run_dir: RunDir, path: Path) -> str:
-    """Return a name that says from which run a file is."""
+    """Return a name with the name of the file's run."""
     return f"{run_dir.path.name}-{path.name}"
 
 

@@ -31,7 +31,7 @@ NUM_SHOWN = 20
 
 
 @dataclass(frozen=True)
-class OpenRun:
+class TryRun:
     """A run in this part. name: what requests call it."""
 
     run_dir: RunDir
@@ -46,7 +46,7 @@ class OpenRun:
 
 @dataclass(frozen=True)
 class ShownTry:
-    """A try of the history. picture, base: relative to the run. again: the address that fills the form with it."""
+    """A try of the history. picture, base: relative to the run. again: the address with its values."""
 
     values: TryValues
     picture: str
@@ -61,7 +61,7 @@ def listed(request: Request) -> Response:
 
 
 def view(request: Request) -> Response:
-    """The page of one run. Values in the address fill the form."""
+    """The page of one run. Values in the address fill the fields."""
     found = _open(request)
     spec, given = found.recipe.spec, request.query_params
     prompts = found.recipe.sample.image_prompts
@@ -144,23 +144,23 @@ def history(request: Request) -> Response:
     return fragment(request, VIEW, "history", name=found.name, tries=_shown(found))
 
 
-def _open(request: Request) -> OpenRun:
+def _open(request: Request) -> TryRun:
     from lora_rocm.families.registry import FAMILIES
     from lora_rocm.supervisor.choose_run_dir import open_recipe
 
     folders = context_of(request).folders
     run_dir = folders.run(query_of(request, "dir"))
     _, recipe = open_recipe(run_dir.path, FAMILIES)
-    return OpenRun(run_dir, folders.name_of(run_dir.path), recipe)
+    return TryRun(run_dir, folders.name_of(run_dir.path), recipe)
 
 
-def _shown(found: OpenRun) -> list[ShownTry]:
+def _shown(found: TryRun) -> list[ShownTry]:
     from lora_rocm.commands.tries import tries_of
 
     return [_shown_try(found, each) for each in tries_of(found.run_dir, NUM_SHOWN)]
 
 
-def _shown_try(found: OpenRun, each: Try) -> ShownTry:
+def _shown_try(found: TryRun, each: Try) -> ShownTry:
     values = each.values
     given: dict[str, Any] = {
         "prompt": values.prompt,
@@ -180,7 +180,7 @@ def _has_file(run_dir: RunDir) -> bool:
 
 
 def _number(given: dict[str, str], where: str) -> float:
-    """Return a number of the form.
+    """Return the number in a field.
 
     Raises:
         UserError: number-wrong: it is not a finite number.

@@ -15,7 +15,7 @@ WIDTHS_PX = (360, 1280, 2560)
 
 
 def test_a_taste_is_found_with_the_keys(tab: Tab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user prefers the redder picture: that of the highest step. The pictures do not tell their steps."""
+    """The user prefers the redder picture, which has the highest step. No name shows the step."""
     monkeypatch.setenv("LORA_ROCM_HOME", str(tmp_path / "home"))
     run_dir = tab.run("blind")
     with_grid(run_dir)
