@@ -20,7 +20,7 @@ SHARES = {"first": 1.0, "second": 0.0, "tie": 0.5}
 
 
 @dataclass(frozen=True)
-class Picture:
+class GridPicture:
     """A picture of the grid. number: its prompt's place in the grid."""
 
     variant: LoraVariant
@@ -34,8 +34,8 @@ class BlindPair:
     """Two pictures of one prompt. token: changes with each vote and each change of the grid."""
 
     token: str
-    first: Picture
-    second: Picture
+    first: GridPicture
+    second: GridPicture
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,13 @@ class BlindTest:
         clicks: the votes, oldest first. Votes on variants without a picture do not count.
     """
 
-    def __init__(self, pictures: Sequence[Picture], clicks: Sequence[Click]) -> None:
+    def __init__(self, pictures: Sequence[GridPicture], clicks: Sequence[Click]) -> None:
         self.pictures, self.clicks = pictures, clicks
         self.variants = sorted({each.variant for each in pictures}, key=lambda one: (one.updates, one.strength))
         self._places: Mapping[LoraVariant, int] = {variant: place for place, variant in enumerate(self.variants)}
-        self._of: Mapping[tuple[int, LoraVariant], Picture] = {(each.number, each.variant): each for each in pictures}
+        self._of: Mapping[tuple[int, LoraVariant], GridPicture] = {
+            (each.number, each.variant): each for each in pictures
+        }
         self._numbers = sorted({each.number for each in pictures})
 
     @cached_property

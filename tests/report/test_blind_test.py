@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from lora_rocm.report.blind_test import BlindTest, Picture
+from lora_rocm.report.blind_test import BlindTest, GridPicture
 from lora_rocm.report.bradley_terry import LoraVariant
 from lora_rocm.rundir.clicks import Click, Preferred, Side
 
 PROMPTS = ("one", "two")
 
 
-def pictures(*steps: int, strengths: tuple[float, ...] = (0.8, 1.0)) -> list[Picture]:
+def pictures(*steps: int, strengths: tuple[float, ...] = (0.8, 1.0)) -> list[GridPicture]:
     return [
-        Picture(LoraVariant(step, strength), number, prompt, Path(f"{step}-{strength}-{number}.png"))
+        GridPicture(LoraVariant(step, strength), number, prompt, Path(f"{step}-{strength}-{number}.png"))
         for step in steps
         for strength in strengths
         for number, prompt in enumerate(PROMPTS)
@@ -76,5 +76,5 @@ def test_too_few_pictures_give_no_pair() -> None:
     assert BlindTest([], []).pair is None and not BlindTest([], []).is_settled
     one = pictures(200, strengths=(1.0,))
     assert BlindTest(one, []).pair is None
-    apart = [one[0], Picture(LoraVariant(400, 1.0), 1, "two", Path("x.png"))]
+    apart = [one[0], GridPicture(LoraVariant(400, 1.0), 1, "two", Path("x.png"))]
     assert BlindTest(apart, []).pair is None

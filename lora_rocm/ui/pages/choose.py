@@ -228,13 +228,13 @@ def _open(request: Request) -> ChooseRun:
 
 
 def _blind_test(found: ChooseRun) -> BlindTest:
-    from lora_rocm.report.blind_test import BlindTest, Picture
+    from lora_rocm.report.blind_test import BlindTest, GridPicture
     from lora_rocm.report.bradley_terry import LoraVariant
 
     cells = [cell for cell in found.grid.cells if cell.updates and cell.is_drawn] if found.grid else []
     prompts = found.grid.prompts if found.grid else ()
     pictures = [
-        Picture(LoraVariant(cell.updates, cell.strength), cell.number, prompts[cell.number], cell.path)
+        GridPicture(LoraVariant(cell.updates, cell.strength), cell.number, prompts[cell.number], cell.path)
         for cell in cells
     ]
     return BlindTest(pictures, read_clicks(found.run_dir))
