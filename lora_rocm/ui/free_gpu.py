@@ -23,7 +23,7 @@ def require_room(folders: Folders, wanted: RunDir) -> None:
     with, and training would become slower, so it is refused.
 
     Raises:
-        UserError: run-is-running: there is not enough room.
+        UserError: no-room-while-training: there is not enough room.
     """
     from lora_rocm.commands.plan import plan
 
@@ -43,4 +43,4 @@ def require_room(folders: Folders, wanted: RunDir) -> None:
 def _no_room(run_dir: RunDir) -> UserError:
     what = "A run is training, and there is no room for a second model next to it."
     fix = "Wait until it ends, or stop it: it continues later from its last checkpoint."
-    return UserError("run-is-running", what, where=str(run_dir.path), fix=fix)
+    return UserError("no-room-while-training", what, where=str(run_dir.path), fix=fix)

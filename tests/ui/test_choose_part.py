@@ -137,7 +137,7 @@ def test_nothing_is_drawn_next_to_a_run_without_room(
         work = site.context.background.of("choose-runs-a-run")
         assert work is not None and work._ended.wait(10)
         assert (work.error is None) is has_room and bool(child.jobs) is has_room
-        assert has_room or (work.error is not None and work.error.code == "run-is-running")
+        assert has_room or (work.error is not None and work.error.code == "no-room-while-training")
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def test_a_run_that_trains_is_not_disturbed(
     run_dir.result.unlink()
     with locked(run_dir):
         error = drawing(site).error
-        assert error is not None and error.code == "run-is-running" and not drawn
+        assert error is not None and error.code == "no-room-while-training" and not drawn
     assert drawing(site).error is None  # the negative control: it has ended
 
 

@@ -15,7 +15,7 @@ WIDTHS_PX = (360, 1280, 2560)
 
 
 def test_a_taste_is_found_with_the_keys(tab: Tab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user prefers the redder picture, which has the highest step. No name shows the step."""
+    """The user prefers the redder picture, which has the higher step, then the bluer one. No name shows the step."""
     monkeypatch.setenv("LORA_ROCM_HOME", str(tmp_path / "home"))
     run_dir = tab.run("blind")
     with_grid(run_dir)
@@ -34,20 +34,21 @@ def test_a_taste_is_found_with_the_keys(tab: Tab, tmp_path: Path, monkeypatch: p
     page.locator("#ranking tbody tr").first.wait_for()
     page.get_by_role("button", name="Take the last vote back").click()
     page.locator("#votes", has_text="Votes: 0.").wait_for()
-    for number in range(1, 80):
-        red = page.evaluate(
+    for number in range(1, 120):
+        value = page.evaluate(
             """async () => {
               const found = [];
               for (const image of document.querySelectorAll(".pair img")) {
                 await image.decode();
                 const canvas = new OffscreenCanvas(1, 1).getContext("2d");
                 canvas.drawImage(image, 0, 0, 1, 1);
-                found.push(canvas.getImageData(0, 0, 1, 1).data[0]);
+                const [red, , blue] = canvas.getImageData(0, 0, 1, 1).data;
+                found.push(4 * red + blue);
               }
               return found;
             }"""
         )
-        page.keyboard.press("0" if abs(red[0] - red[1]) < 10 else "1" if red[0] > red[1] else "2")
+        page.keyboard.press("1" if value[0] > value[1] else "2")
         page.locator("#votes", has_text=f"Votes: {number}.").wait_for()
         if "will not change" in page.locator("#votes").inner_text():
             break
