@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lora_rocm.commands.plan import estimates_unmeasured
-from lora_rocm.planning.step_plan import Plan, choose, table
+from lora_rocm.planning.step_choice import choose, smallest
+from lora_rocm.planning.step_plan import Plan
 from lora_rocm.planning.step_requirements import plan_text
 from lora_rocm.recipe.schema import Recipe
 
@@ -50,8 +51,8 @@ def plan_cards(recipe: Recipe, cards: Sequence[str]) -> tuple[CardPlan, ...]:
     for card, each in estimates_unmeasured(recipe, cards):
         room = each.room.num_bytes
         chosen = choose(room, each.footprint, each.job, each.rates)
-        smallest = table(room, each.footprint, each.job, each.rates) if chosen is None else [chosen]
-        found.append((card, each, chosen, min(plan.needed_bytes for plan in smallest)))
+        shown = chosen or smallest(each.footprint, each.job, each.rates)
+        found.append((card, each, chosen, shown.needed_bytes))
     times = [chosen.step_s for _, _, chosen, _ in found if chosen is not None]
     return tuple(
         CardPlan(

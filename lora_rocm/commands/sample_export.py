@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,7 @@ def sample(
     family: str | None = None,
     registry: FamilyRegistry = FAMILIES,
     notify: Notify = unheard,
+    require_wanted: Callable[[], None] = lambda: None,
     **options: Any,
 ) -> SampleResult:
     """Generate images with a LoRA.
@@ -109,6 +110,7 @@ def sample(
         family: family of the base, or None.
         registry: the available families.
         notify: receives notices.
+        require_wanted: see ``run_model_tool``.
         options: other fields of ``SampleJob``.
 
     Raises:
@@ -142,7 +144,7 @@ def sample(
         if isinstance(event, DrawnEvent):
             images.extend(map(Path, event.images))
 
-    run_model_tool(job, on_event, notify)
+    run_model_tool(job, on_event, notify, require_wanted)
     return SampleResult(tuple(images))
 
 
@@ -394,13 +396,19 @@ def _existing(source: Path) -> Path:
     return source
 
 
-def run_model_tool(job: SampleJob | ExportJob | CompareJob, listen: OnEvent, notify: Notify) -> None:
+def run_model_tool(
+    job: SampleJob | ExportJob | CompareJob,
+    listen: OnEvent,
+    notify: Notify,
+    require_wanted: Callable[[], None] = lambda: None,
+) -> None:
     """Run a job in the child process that loads the model.
 
     Args:
         job: the job.
         listen: receives every event.
         notify: receives the notices.
+        require_wanted: is called regularly. If it raises an error, the child is killed.
 
     Raises:
         MachineError: the child process ended without a result.
@@ -414,7 +422,7 @@ def run_model_tool(job: SampleJob | ExportJob | CompareJob, listen: OnEvent, not
             notify(event.text)
         listen(event)
 
-    run_job(job, plan_here().applied_to(os.environ), on_event)
+    run_job(job, plan_here().applied_to(os.environ), on_event, require_wanted)
     tool = name_of(job)
     if RESULTS[tool] not in heard:
         raise MachineError(

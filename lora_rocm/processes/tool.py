@@ -115,10 +115,20 @@ def write_job(folder: Path, job: object) -> Path:
     return path
 
 
-def run_job(job: object, env: Mapping[str, str], on_event: process.OnEvent) -> int:
-    """Run the child process of a job and return its exit code. See ``run_tool`` for errors."""
+def run_job(
+    job: object, env: Mapping[str, str], on_event: process.OnEvent, require_wanted: Callable[[], None] = lambda: None
+) -> int:
+    """Run the child process of a job and return its exit code. See ``run_tool`` for errors.
+
+    ``require_wanted`` is called regularly. If it raises an error, the child is killed, and the error is passed on.
+    """
+
+    def is_late() -> bool:
+        require_wanted()
+        return False
+
     with temporary_folder() as folder:
-        return run_tool(CHILDREN[name_of(job)].module, [str(write_job(folder, job))], env, on_event)
+        return run_tool(CHILDREN[name_of(job)].module, [str(write_job(folder, job))], env, on_event, is_late)
 
 
 def ask(job: object, answer: type[A], env: Mapping[str, str]) -> A:

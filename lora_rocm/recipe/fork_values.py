@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lora_rocm.errors import UserError
 from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.recipe.fork_keys import WHY_FIXED, why_fixed
-from lora_rocm.recipe.form_fields import FormField, form_sections
+from lora_rocm.recipe.recipe_fields import RecipeField, field_sections
 from lora_rocm.recipe.kinds import kinds_of
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.yaml_tree import YamlSyntaxError, value_at
@@ -29,7 +29,7 @@ USUAL = (
 class ForkField:
     """A key that a fork may change. value: the parent's value as text in this field."""
 
-    field: FormField
+    field: RecipeField
     value: str
 
 
@@ -80,7 +80,7 @@ def fork_values(parent: Recipe, registry: FamilyRegistry = FAMILIES) -> ForkValu
     """Return the fields for a fork of a run with this recipe."""
     data = parent.model_dump(mode="json")
     usual, more = dict[str, ForkField](), dict[str, list[ForkField]]()
-    for section in form_sections(kinds_of(data, registry)):
+    for section in field_sections(kinds_of(data, registry)):
         for field in section.fields:
             if why_fixed(field.key):
                 continue

@@ -32,7 +32,7 @@ FILE_OF = {part: f"{part}.safetensors" for part in ("adapter", "ema", "optimizer
 
 IN_PLACE = (
     r"\.parent\.lock|\.worker(\.rank\d+)?\.lock|stop|worker(\.rank\d+)?\.log|events(\.rank\d+|\.supervisor)?\.jsonl|"
-    r"heartbeat\.rank\d+\.json|tracker\.\w+\.log|stacks\.rank\d+\.txt|losses\.rank\d+\.bin"
+    r"heartbeat\.rank\d+\.json|tracker\.\w+\.log|stacks\.rank\d+\.txt|losses\.rank\d+\.bin|clicks\.jsonl"
 )
 """Pattern for the names of files that are written in place."""
 OF_PARENT = re.compile(
@@ -71,7 +71,7 @@ class NamePatterns:
 
     @property
     def folders(self) -> str:
-        return rf"checkpoints|samples|tensorboard|peft|{self.embeddings}"
+        return rf"checkpoints|samples|grid|tries|tensorboard|peft|{self.embeddings}"
 
     @property
     def of_worker(self) -> str:
@@ -232,6 +232,21 @@ class RunDir:
     def asked(self) -> Path:
         """The folder of the images that ``lora-rocm sample`` drew."""
         return self.samples / "asked"
+
+    @property
+    def grid(self) -> Path:
+        """The folder with the pictures of the page Choose, and with the wishes for them (``grid.json``)."""
+        return self.path / "grid"
+
+    @property
+    def tries(self) -> Path:
+        """The folder of the pictures that the user drew in the page, each with the values that it was drawn with."""
+        return self.path / "tries"
+
+    @property
+    def clicks(self) -> Path:
+        """The file with the user's votes of the blind test."""
+        return self.path / "clicks.jsonl"
 
     @property
     def before_after(self) -> Path:

@@ -17,13 +17,22 @@ from starlette.types import Scope
 from lora_rocm.errors import LoraRocmError, UserError
 from lora_rocm.ui.context import UiContext, context_of
 from lora_rocm.ui.live import offsets_of
-from lora_rocm.ui.pages import image_part, machine, queue, recipe, run, start
+from lora_rocm.ui.pages import choose, image_part, machine, queue, recipe, run, start, try_lora
 from lora_rocm.ui.part import Part
 from lora_rocm.ui.rendering import problem, require_templates
 from lora_rocm.ui.security import RequestGuard
 
 STATIC = Path(__file__).with_name("static")
-PARTS: Sequence[Part] = (start.PART, image_part.PART, recipe.PART, queue.PART, run.PART, machine.PART)
+PARTS: Sequence[Part] = (
+    start.PART,
+    image_part.PART,
+    recipe.PART,
+    queue.PART,
+    run.PART,
+    choose.PART,
+    try_lora.PART,
+    machine.PART,
+)
 """All parts, in the order of the navigation: Start, Images, Recipe, Queue, Runs, Choose, Try, Machine."""
 
 

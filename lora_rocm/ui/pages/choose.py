@@ -1,0 +1,365 @@
+"""Choose: the grid of a run's pictures, the blind test, its result, and copies of the chosen file."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+
+from lora_rocm.errors import UserError
+from lora_rocm.rundir.clicks import PREFERRED, Side, add_click, read_clicks, undo_click
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.ui.background import Work
+from lora_rocm.ui.context import UiContext, context_of
+from lora_rocm.ui.curves import HELD_OUT, curve_of
+from lora_rocm.ui.fields import fields_of, query_of, text_of
+from lora_rocm.ui.free_gpu import require_room, running_runs
+from lora_rocm.ui.part import Part
+from lora_rocm.ui.rendering import fragment, page
+from lora_rocm.ui.run_list import newest_runs
+from lora_rocm.ui.texts import t
+from lora_rocm.ui.thumbnails import MEDIA_TYPE, SIDES_PX, thumbnail
+
+if TYPE_CHECKING:
+    from lora_rocm.commands.comparison_grid import Grid
+    from lora_rocm.recipe.schema import Recipe
+    from lora_rocm.report.blind_test import BlindTest
+
+LIST, VIEW = "choose.html.j2", "choose_run.html.j2"
+MOST_FILES = 8
+USUAL_STRENGTHS = (0.6, 0.8, 1.0)
+MAX_TEXT_BYTES = 1 << 16
+Values = dict[str, Any]
+"""Values of a block of the template."""
+
+
+@dataclass(frozen=True)
+class ChooseRun:
+    """A run in this part. name: what requests call it."""
+
+    run_dir: RunDir
+    name: str
+    recipe: Recipe
+    grid: Grid | None
+
+    @property
+    def key(self) -> str:
+        """The name of its work in the background."""
+        return "choose-" + re.sub(r"[^A-Za-z0-9]", "-", self.name)[-80:]
+
+
+def listed(request: Request) -> Response:
+    """The runs with LoRA files."""
+    runs = [run for run in newest_runs(context_of(request).folders) if RunDir(run.listed.path).checkpoint_loras()]
+    return page(request, LIST, runs=runs)
+
+
+def view(request: Request) -> Response:
+    """The page of one run."""
+    found = _open(request)
+    sample = found.recipe.sample
+    strengths = found.grid.request.strengths if found.grid else USUAL_STRENGTHS
+    prompts = list(found.grid.request.prompts) if found.grid else []
+    return page(
+        request,
+        VIEW,
+        name=found.name,
+        title=found.run_dir.path.name,
+        prompts="\n".join(prompts or dict.fromkeys(sample.image_prompts)),
+        strengths=", ".join(f"{each:g}" for each in strengths),
+        most=len(found.grid.request.updates) if found.grid else min(MOST_FILES, len(found.run_dir.checkpoint_loras())),
+        num_files=len(found.run_dir.checkpoint_loras()),
+        key=found.key,
+        is_busy=bool(running_runs(context_of(request).folders)),
+        **_drawing(request, found),
+        **_test(found),
+        **_ranking(request, found),
+        **_grid(found),
+        **_take(found),
+    )
+
+
+async def draw(request: Request) -> Response:
+    """Draw the pictures that the asked grid lacks, in the background."""
+    fields = await fields_of(request)
+    prompts = [line.strip() for line in str(fields.get("prompts", "")).splitlines() if line.strip()]
+    strengths = _numbers("strengths", str(fields.get("strengths", "")))
+    most = _numbers("files", str(fields.get("most", MOST_FILES)))
+    return await run_in_threadpool(_drawn, request, prompts, strengths, int(most[0]) if most else MOST_FILES)
+
+
+def _drawn(request: Request, prompts: list[str], strengths: list[float], most: int) -> Response:
+    from lora_rocm.commands.comparison_grid import draw_missing, grid_of, new_request, save_request
+
+    ui, found = context_of(request), _open(request)
+    asked = new_request(found.run_dir, found.recipe, prompts, strengths, most)
+    grid = grid_of(found.run_dir, found.recipe, asked)
+
+    def work(work: Work) -> int:
+        if grid.missing:
+            require_room(ui.folders, found.run_dir)
+        return draw_missing(found.run_dir, found.recipe, grid, work.report, work.advance, work.require_wanted)
+
+    ui.background.start(found.key, work)
+    save_request(found.run_dir, asked)
+    return drawing(request)
+
+
+def drawing(request: Request) -> Response:
+    """The progress of drawing."""
+    found = _open(request)
+    return fragment(request, VIEW, "drawing", name=found.name, key=found.key, **_drawing(request, found))
+
+
+def cancel(request: Request) -> Response:
+    """Cancel drawing. Pictures of finished files stay."""
+    found = _open(request)
+    if (work := context_of(request).background.of(found.key)) is not None:
+        work.cancel()
+    return drawing(request)
+
+
+def pictures(request: Request) -> Response:
+    """The grid, again."""
+    found = _open(request)
+    return fragment(request, VIEW, "grid", name=found.name, **_grid(found))
+
+
+def test(request: Request) -> Response:
+    """The pair to compare, again."""
+    found = _open(request)
+    return fragment(request, VIEW, "test", name=found.name, **_test(found))
+
+
+def side(request: Request) -> Response:
+    """A picture of the present pair. Its address does not name its file."""
+    found = _open(request)
+    pair = _blind_test(found).pair
+    if pair is None or pair.token != query_of(request, "pair"):
+        raise _old_pair()
+    path = (pair.first if query_of(request, "side") == "first" else pair.second).path
+    content, _ = thumbnail(context_of(request).folders.resolve(str(path)), SIDES_PX[-1])
+    return Response(content, media_type=MEDIA_TYPE)
+
+
+async def click(request: Request) -> Response:
+    """Record a vote, and show the next pair. A vote on an earlier pair is not counted."""
+    token, preferred = await text_of(request, "pair"), await text_of(request, "preferred")
+    return await run_in_threadpool(_clicked, request, token, preferred)
+
+
+def _clicked(request: Request, token: str, preferred: str) -> Response:
+    found = _open(request)
+    pair, chosen = _blind_test(found).pair, next((each for each in PREFERRED if each == preferred), None)
+    if pair is None or pair.token != token or chosen is None:
+        raise _old_pair()
+    first, second = (
+        Side(one.variant.updates, one.variant.strength, one.path.relative_to(found.run_dir.path).as_posix())
+        for one in (pair.first, pair.second)
+    )
+    add_click(found.run_dir, pair.first.prompt, first, second, chosen)
+    return _voted(request, found)
+
+
+def undo(request: Request) -> Response:
+    """Take the newest vote back."""
+    found = _open(request)
+    undo_click(found.run_dir)
+    return _voted(request, found)
+
+
+def _voted(request: Request, found: ChooseRun) -> Response:
+    """The next pair; the result updates itself at the event ``voted``."""
+    answer = fragment(request, VIEW, "test", name=found.name, **_test(found))
+    answer.headers["HX-Trigger"] = "voted"
+    return answer
+
+
+def ranking(request: Request) -> Response:
+    """The result of the votes so far."""
+    found = _open(request)
+    return fragment(request, VIEW, "ranking", name=found.name, **_ranking(request, found))
+
+
+def download(request: Request) -> Response:
+    """The LoRA file of a step, to be saved."""
+    found = _open(request)
+    path = _file_of(found.run_dir, query_of(request, "step"))
+    name = _copy_name(found.run_dir, path)
+    return FileResponse(path, filename=name, media_type="application/octet-stream")
+
+
+async def copy(request: Request) -> Response:
+    """Copy the LoRA file of a step into the LoRA folder that the user chose. The first time, the folder is asked."""
+    fields = await fields_of(request)
+    step = await text_of(request, "step")
+    folder = str(fields.get("own_folder", "")).strip() or str(fields.get("folder", "")).strip()
+    return await run_in_threadpool(_copied, request, step, folder)
+
+
+def _copied(request: Request, step: str, folder: str) -> Response:
+    from lora_rocm.commands.lora_folders import chosen_folder, copy_lora, remember_folder
+
+    found = _open(request)
+    path = _file_of(found.run_dir, step)
+    if folder:
+        remember_folder(Path(folder).expanduser())
+    target = chosen_folder()
+    if target is None:
+        fix = "Select a folder, or write the whole path of one."
+        raise UserError("field-missing", "The folder for the copy is missing.", where="folder", fix=fix)
+    made = copy_lora(path, target, _copy_name(found.run_dir, path))
+    return fragment(request, VIEW, "take", name=found.name, **_take(found) | {"copied": made, "step": int(step)})
+
+
+def _open(request: Request) -> ChooseRun:
+    from lora_rocm.commands.comparison_grid import open_grid
+
+    folders = context_of(request).folders
+    run_dir = folders.run(query_of(request, "dir"))
+    _, recipe, grid = open_grid(run_dir.path)
+    return ChooseRun(run_dir, folders.name_of(run_dir.path), recipe, grid)
+
+
+def _blind_test(found: ChooseRun) -> BlindTest:
+    from lora_rocm.report.blind_test import BlindTest, GridPicture
+    from lora_rocm.report.bradley_terry import LoraVariant
+
+    cells = [cell for cell in found.grid.cells if cell.updates and cell.is_drawn] if found.grid else []
+    prompts = found.grid.prompts if found.grid else ()
+    pictures = [
+        GridPicture(LoraVariant(cell.updates, cell.strength), cell.number, prompts[cell.number], cell.path)
+        for cell in cells
+    ]
+    return BlindTest(pictures, read_clicks(found.run_dir))
+
+
+def _drawing(request: Request, found: ChooseRun) -> Values:
+    return {"work": context_of(request).background.of(found.key)}
+
+
+def _test(found: ChooseRun) -> Values:
+    test = _blind_test(found)
+    shown = [_text(pair_side.path) for pair_side in (test.pair.first, test.pair.second)] if test.pair else []
+    return {"test": test, "shown_texts": shown, "stays": _stays(test)}
+
+
+def _stays(test: BlindTest) -> float | None:
+    """The probability that 20 more votes do not change the answer; None without votes."""
+    return test.ranking.chance_to_stay(seed=len(test.votes)) if test.votes else None
+
+
+def _ranking(request: Request, found: ChooseRun) -> Values:
+    losses = _held_out(context_of(request), found.run_dir)
+    rows = [(row, _loss_at(losses, row.variant.updates)) for row in _blind_test(found).ranked()]
+    return {"rows": rows, "has_losses": any(loss is not None for _, loss in rows)}
+
+
+def _held_out(ui: UiContext, run_dir: RunDir) -> list[tuple[int, float]]:
+    return [(step, loss) for step, loss in curve_of(ui.views.of(run_dir), HELD_OUT)]
+
+
+def _loss_at(losses: list[tuple[int, float]], updates: int) -> float | None:
+    """The newest held-out loss that was measured up to a step."""
+    return next((loss for step, loss in reversed(losses) if step <= updates), None)
+
+
+def _grid(found: ChooseRun) -> Values:
+    """The rows of the grid: a title, and for each prompt the picture relative to the run, or a text."""
+    rows = []
+    grid = found.grid
+    for updates in (0, *grid.request.updates) if grid else ():
+        for strength in grid.request.strengths if updates and grid else (1.0,):
+            cells = grid.row(updates, strength) if grid else []
+            title = t("choose.variant", step=updates, strength=f"{strength:g}") if updates else t("choose.base")
+            shown = [(cell.path.relative_to(found.run_dir.path).as_posix(), _text(cell.path)) for cell in cells]
+            rows.append((title, [pair if cell.is_drawn else None for pair, cell in zip(shown, cells, strict=True)]))
+    return {"grid_rows": rows, "grid_prompts": grid.prompts if grid else ()}
+
+
+def _text(path: Path) -> str | None:
+    """The text of a language model's answer; None for an image."""
+    if path.suffix != ".txt" or not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return file.read(MAX_TEXT_BYTES).decode("utf-8", "replace")
+
+
+def _take(found: ChooseRun) -> Values:
+    from lora_rocm.commands.lora_folders import chosen_folder, found_lora_folders
+
+    folder, best = chosen_folder(), _blind_test(found).best
+    steps = [updates for updates, _ in found.run_dir.checkpoint_loras()]
+    return {
+        "steps": steps,
+        "best": best,
+        "step": best.updates if best and best.updates in steps else steps[-1] if steps else None,
+        "folder": folder,
+        "lora_folders": [] if folder else found_lora_folders(Path.home(), [Path.cwd(), Path.cwd().parent]),
+        "copied": None,
+    }
+
+
+def _file_of(run_dir: RunDir, step: str) -> Path:
+    """Return the LoRA file of a step.
+
+    Raises:
+        UserError: file-unknown: there is none.
+    """
+    path = next((path for updates, path in run_dir.checkpoint_loras() if str(updates) == step), None)
+    if path is None or not run_dir.holds(path):
+        fix = "The page of the run lists its files."
+        raise UserError("file-unknown", "There is no LoRA file of this step.", where=step[:40], fix=fix)
+    return path
+
+
+def _copy_name(run_dir: RunDir, path: Path) -> str:
+    """Return a name with the name of the file's run."""
+    return f"{run_dir.path.name}-{path.name}"
+
+
+def _numbers(where: str, text: str) -> list[float]:
+    """Return the numbers of a list with commas, semicolons or spaces.
+
+    Raises:
+        UserError: number-wrong: a piece is not a number.
+    """
+    try:
+        return [float(piece) for piece in re.split(r"[,;\s]+", text.strip()) if piece]
+    except ValueError:
+        fix = "Write numbers with commas between them, such as 0.6, 0.8, 1."
+        raise UserError(
+            "number-wrong", "This is not a list of numbers.", where=f"{where}: {text:.60}", fix=fix
+        ) from None
+
+
+def _old_pair() -> UserError:
+    what = "This pair is no longer shown, because a vote or a picture was added. The vote was not counted."
+    return UserError("pair-old", what, fix="Reload the page, and vote on the pair that it shows.")
+
+
+PART = Part(
+    "choose",
+    "/choose",
+    [
+        Route("/choose", listed),
+        Route("/choose/run", view),
+        Route("/choose/draw", draw, methods=["POST"]),
+        Route("/choose/drawing", drawing),
+        Route("/choose/cancel", cancel, methods=["POST"]),
+        Route("/choose/pictures", pictures),
+        Route("/choose/test", test),
+        Route("/choose/side", side),
+        Route("/choose/click", click, methods=["POST"]),
+        Route("/choose/undo", undo, methods=["POST"]),
+        Route("/choose/ranking", ranking),
+        Route("/choose/download", download),
+        Route("/choose/copy", copy, methods=["POST"]),
+    ],
+)

@@ -1,0 +1,10 @@
+// The keys of the blind test: 1 and 2 for a picture, 0 for a tie.
+
+document.addEventListener("keydown", (event) => {
+  if (event.repeat || event.ctrlKey || event.altKey || event.metaKey) return;
+  if (event.target.closest("input, textarea, select")) return;
+  const button = document.querySelector(`#test button[data-key="${CSS.escape(event.key)}"]`);
+  if (button === null || document.querySelector("#test .htmx-request") !== null) return;
+  event.preventDefault();
+  button.click();
+});

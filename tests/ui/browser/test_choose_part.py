@@ -1,0 +1,71 @@
+"""The blind test in a browser, by mouse and by keys, to a settled answer; then the file is copied."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lora_rocm.rundir.clicks import read_clicks
+from tests.ui.browser.conftest import Tab
+from tests.ui.drawn_grid import STEPS, with_grid
+
+WIDTHS_PX = (360, 1280, 2560)
+
+
+def test_a_taste_is_found_with_the_keys(tab: Tab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user prefers the redder picture, which has the higher step, then the bluer one. No name shows the step."""
+    monkeypatch.setenv("LORA_ROCM_HOME", str(tmp_path / "home"))
+    run_dir = tab.run("blind")
+    with_grid(run_dir)
+    page = tab.open("/choose")
+    page.get_by_role("link", name="blind").click()
+    page.get_by_role("heading", name="Which one is better?").wait_for()
+    for width in WIDTHS_PX:
+        page.set_viewport_size({"width": width, "height": 900})
+        assert tab.widest() <= 0, width
+    page.set_viewport_size({"width": 1280, "height": 900})
+    page.locator("#answer summary").click()
+    assert tab.axe() == []
+    # One vote by mouse, one taken back, the others by keys
+    page.get_by_role("button", name="Picture 1").click()
+    page.locator("#votes", has_text="Votes: 1.").wait_for()
+    page.locator("#ranking tbody tr").first.wait_for()
+    page.get_by_role("button", name="Take the last vote back").click()
+    page.locator("#votes", has_text="Votes: 0.").wait_for()
+    for number in range(1, 120):
+        value = page.evaluate(
+            """async () => {
+              const found = [];
+              for (const image of document.querySelectorAll(".pair img")) {
+                await image.decode();
+                const canvas = new OffscreenCanvas(1, 1).getContext("2d");
+                canvas.drawImage(image, 0, 0, 1, 1);
+                const [red, , blue] = canvas.getImageData(0, 0, 1, 1).data;
+                found.push(4 * red + blue);
+              }
+              return found;
+            }"""
+        )
+        page.keyboard.press("1" if value[0] > value[1] else "2")
+        page.locator("#votes", has_text=f"Votes: {number}.").wait_for()
+        if "will not change" in page.locator("#votes").inner_text():
+            break
+    settled = re.search(r"Step (\d+) at strength", page.locator("#votes").inner_text())
+    assert settled is not None and int(settled[1]) == STEPS[-1] and len(read_clicks(run_dir)) == number
+    # Two votes on one pair count once; keys in a field do not vote
+    page.get_by_label("Prompts").press("1")
+    page.wait_for_timeout(100)
+    assert len(read_clicks(run_dir)) == number
+    # The chosen file
+    folder = tmp_path / "loras"
+    folder.mkdir()
+    page.get_by_label("Another folder").fill(str(folder))
+    page.get_by_role("button", name="Copy into the folder").click()
+    page.get_by_text("Copied to").wait_for()
+    assert len(list(folder.iterdir())) == 1
+    tab.settle()
+    assert tab.axe() == []
+    page.emulate_media(color_scheme="dark")
+    assert tab.axe() == []
