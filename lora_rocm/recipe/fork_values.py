@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from lora_rocm.errors import UserError
 from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.recipe.fork_keys import WHY_FIXED, why_fixed
-from lora_rocm.recipe.recipe_fields import RecipeField, field_sections
 from lora_rocm.recipe.kinds import kinds_of
+from lora_rocm.recipe.recipe_fields import RecipeField, field_sections
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.yaml_tree import YamlSyntaxError, value_at
 
