@@ -30,7 +30,7 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_strict_ends_with_2_if_something_was_lost_that_changes_the_weights(name: str, strict: int) -> None:
     plain, checked = command_line("import", f"{name}.toml"), command_line("import", f"{name}.toml", "--strict")
     assert (plain.exit_code, checked.exit_code) == (0, strict) and plain.stdout == checked.stdout
-    assert load_text(plain.stdout, Path("redirected.yaml")).recipe.data.path == "sets"
+    assert load_text(plain.stdout, Path("redirected.yaml")).recipe.lora.rank == 4
     assert f"{name}.toml:1" in plain.stderr and "--output" in plain.stderr.splitlines()[-1]
     assert plain.stdout.startswith("# ") and "name_or_path: a.safetensors" in plain.stdout
 
