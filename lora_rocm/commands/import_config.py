@@ -119,7 +119,7 @@ def _unread(part: UnreadText) -> UnreadPart:
 
 
 def outcomes_text(result: ImportResult) -> str:
-    """Return the table of settings, and what comes next."""
+    """Return the table of settings, and how to go on."""
     lines = [f"A configuration of {result.trainer}: {_counts(result)}."]
     for outcome, title in TITLES.items():
         rows = [row for row in result.settings if row.outcome == outcome and (row.where or outcome != "not-needed")]

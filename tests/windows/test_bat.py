@@ -218,7 +218,7 @@ class Held:
     """Several ``train.bat`` with one folder for temporary files, each asked about its YAML file before any is answered.
 
     Attributes:
-        stages: one for each, with a name that says whose the YAML file is.
+        stages: one for each, and the name of one is the owner of its YAML file.
         temporary: the folder.
         made: how many entries it had when all were asked.
     """
@@ -276,7 +276,7 @@ def held(environment: dict[str, str], folder: Path) -> Held:
 
 
 def second_calls(outcomes: dict[str, Outcome]) -> dict[str, list[str]]:
-    """What each did after the check of its file."""
+    """The commands of each after the check of its file."""
     return {
         name: [call.arguments[0] for call in outcome.calls if call.program == "lora-rocm"][1:]
         for name, outcome in outcomes.items()

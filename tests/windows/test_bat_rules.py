@@ -81,7 +81,7 @@ def test_no_file_is_named_by_chance_alone(path: Path) -> None:
     ],
 )
 def test_a_file_named_by_chance_is_noticed(line: str) -> None:
-    """Negative control: one more line, in the file whose own folder is in order."""
+    """Negative control: one more line in the sound file."""
     sound = (ROOT / "scripts" / "windows" / "_run.bat").read_bytes()
     assert list(shared_names(sound + line.encode("ascii") + b"\r\n"))
     assert list(shared_names(sound.replace(b"ver >nul\r\nmkdir", b"md")))
