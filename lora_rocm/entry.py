@@ -1,6 +1,6 @@
 """The program ``lora-rocm``: imports the commands, so that Ctrl+C meanwhile ends it like any command.
 
-It imports nothing else: what it imports cannot be interrupted without a traceback.
+It imports nothing else, because Ctrl+C in an import of its own would show a traceback.
 """
 
 import sys
