@@ -1,6 +1,6 @@
 """The program ``lora-rocm``: imports the commands, so that Ctrl+C meanwhile ends it like any command.
 
-It imports nothing else, because Ctrl+C in an import of its own would show a traceback.
+It imports nothing else, because Ctrl+C would show a traceback there.
 """
 
 import sys
