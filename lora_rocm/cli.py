@@ -121,7 +121,12 @@ def import_config(
     from lora_rocm.commands import import_config
 
     found = import_config.import_config(files, option or (), target)
-    output.show(found, import_config.render(found))
+    table = import_config.outcomes_text(found)
+    if target is None:  # the recipe alone goes to standard output, so that it can be redirected to a file
+        output.show(found, found.recipe.rstrip("\n"))
+        output.on_stderr(table)
+    else:
+        output.show(found, table)
     return import_config.LOST if strict and not found.is_complete else 0
 
 

@@ -63,6 +63,7 @@ ROOMS: dict[str, str] = {
     "ui": LIGHT,
     "json_reference": LIGHT,
     "cli": LIGHT,
+    "entry": LIGHT,
     "__main__": LIGHT,
 }
 """A room imports from itself and from rooms above it, so there is no circle of rooms."""

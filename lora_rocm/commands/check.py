@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_rocm.commands.check_base import Weighing
+from lora_rocm.commands.next_command import train_command
 from lora_rocm.commands.output import Failure, Notify, unheard
 from lora_rocm.dataset.images.preview_images import require_preview_images
 from lora_rocm.errors import DataError, LoraRocmError, Problem, RecipeError
 from lora_rocm.families.registry import FAMILIES, FamilyRegistry
-from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.foundation.units import count_text, size_text
 from lora_rocm.model_files.models import BASE_JUDGED_BY
 from lora_rocm.planning.data_plan import RunPlan, Seen, plan_data, plan_texts, run_plan
@@ -181,8 +181,7 @@ def check(
         data, plan = texts.inspected()
         found = replace(found, data=data, plan=plan)
         notes = _cut_captions(recipe, texts.samples() if base.tokenizers else (), base.tokenizers)
-    words = [word for override in overrides for word in ("--set", override)]
-    command = quoted(["lora-rocm", "train", recipe_path, *words])
+    command = train_command(recipe_path, overrides)
     return replace(found, weight_bytes=base.num_bytes, notes=(*base.notices, *notes), next=command)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lora_rocm.errors import UserError
 from lora_rocm.foundation.files import require_place, write_atomic
+from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.foundation.units import count_text
 from lora_rocm.importing.importer import import_files
 from lora_rocm.importing.setting import UnreadText
@@ -117,23 +118,31 @@ def _unread(part: UnreadText) -> UnreadPart:
     return UnreadPart(f"{part.file}:{part.line}" if part.line else part.file, part.why)
 
 
-def render(result: ImportResult) -> str:
-    """Return the recipe (unless it was written to a file), and below it the table of settings."""
-    lines = [] if result.output is not None else [result.recipe]
-    lines.append(f"A configuration of {result.trainer}: {_counts(result)}.")
+def outcomes_text(result: ImportResult) -> str:
+    """Return the table of settings, and how to go on."""
+    lines = [f"A configuration of {result.trainer}: {_counts(result)}."]
     for outcome, title in TITLES.items():
         rows = [row for row in result.settings if row.outcome == outcome and (row.where or outcome != "not-needed")]
         if not rows:
             continue
-        lines += ["", f"{title} ({len(rows)})"]
+        lines += ["", f"{title} ({_number(rows)})"]
         lines += [f"  {_row(row)}" for row in rows]
     if result.unread:
         lines += ["", f"Not read ({len(result.unread)})"]
         lines += [f"  {part.where}: {part.why}" for part in result.unread]
     lines += ["", *result.notices] if result.notices else []
     if result.output is not None:
-        lines += ["", f"Written: {result.output}", f"Next: lora-rocm check {result.output}"]
+        lines += ["", f"Written: {result.output}", f"next: {quoted(['lora-rocm', 'check', str(result.output)])}"]
+    else:
+        lines += ["", "To write the recipe to a file, add: --output my-recipe.yaml"]  # options may be secrets
     return "\n".join(lines)
+
+
+def _number(rows: Sequence[ImportedSetting]) -> str:
+    """Return the number of settings, and of defaults among them, as in the line above the table."""
+    defaults = sum(not row.where for row in rows)
+    given = [str(len(rows) - defaults)] if defaults < len(rows) else []
+    return " and ".join([*given, *([count_text(defaults, "default")] if defaults else [])])
 
 
 def _counts(result: ImportResult) -> str:

@@ -261,7 +261,9 @@ def _unnamed(registry: FamilyRegistry, model: str = "") -> UserError:
     if model:
         what = f"{model} is not on this machine, so its family is not known."
     names = ", ".join(recipe.name for recipe in shipped(registry))
-    return UserError("recipe-unnamed", what, where="--from", fix=f"Give --from NAME: {names}.")
+    return UserError(
+        "recipe-unnamed", what, where="--from", fix=f"Give --from NAME: {names}. lora-rocm recipes describes them."
+    )
 
 
 def default_path(chosen: ShippedRecipe) -> Path:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from lora_rocm.commands.next_command import train_command
 from lora_rocm.commands.output import Failure
 from lora_rocm.dataset.images.same_sizes import alike_squares
 from lora_rocm.errors import UserError
@@ -122,6 +123,7 @@ class PlanResult:
         notes: consequences of the recipe.
         remarks: remarks about number formats, texts and encoders.
         error: why no plan fits, or null if one fits or there is no limit to compare with.
+        next: the command that trains, or null if no plan fits.
     """
 
     recipe: str
@@ -146,6 +148,7 @@ class PlanResult:
     notes: tuple[str, ...]
     remarks: tuple[str, ...]
     error: Failure | None
+    next: str | None
 
 
 def plan(
@@ -205,6 +208,7 @@ def planned(loaded: LoadedRecipe, card: str | None = None) -> PlanResult:
         tuple(_notes(recipe, footprint)),
         tuple(_remarks(recipe, counted.precision, gpu_here, encoders)),
         Failure.of(does_not_fit(recipe, footprint, job, rates, room.num_bytes or 0)) if unfit else None,
+        None if unfit else train_command(recipe_path, overrides),
     )
 
 
@@ -397,6 +401,8 @@ def _lines(result: PlanResult) -> Iterator[str]:
     yield f"attention: {result.attention}"
     if not result.model_is_here:
         yield f"{result.model} is not on this machine: {PUBLISHED}"
+    if result.next is not None:
+        yield f"next: {result.next}"
 
 
 def _reasons(result: PlanResult, chosen: Plan) -> Iterator[str]:
@@ -410,7 +416,7 @@ def _reasons(result: PlanResult, chosen: Plan) -> Iterator[str]:
     others = [row for row in result.plans if row not in too_large and not row.same(chosen)]
     if others:
         second = min(others, key=lambda row: (row.step_s, row.needed_bytes))
-        yield f"next: {_named(second)}, {second.step_s / chosen.step_s:.2f} times the time"
+        yield f"next best: {_named(second)}, {second.step_s / chosen.step_s:.2f} times the time"
     if chosen.unpacks_once:
         yield "packed weights are unpacked once for a block's recomputation and backward pass"
     if result.seconds_are_known:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lora_rocm.commands.next_command import command_after
 from lora_rocm.foundation.units import number_text, rate_text, time_text, times_text
 from lora_rocm.model_files.readers import readers_line
 from lora_rocm.recipe.saved_recipe import recipe_fault
@@ -71,6 +72,7 @@ class StatusDocument:
         readers: programs that read each LoRA file, by its path.
         remarks: sentences about damaged, missing and older files.
         forked_from: parent of a forked run, or null.
+        next: the command that continues the run, or shows what a finished one learned. Null for a running one.
     """
 
     path: Path
@@ -93,6 +95,7 @@ class StatusDocument:
     readers: dict[str, str]
     remarks: list[str]
     forked_from: ForkOrigin | None = None
+    next: str | None = None
 
 
 def status(run_dir: RunDir) -> StatusDocument:
@@ -134,6 +137,7 @@ def status(run_dir: RunDir) -> StatusDocument:
         readers={path: text for path, text in readers.items() if text},
         remarks=[*([fault] if (fault := recipe_fault(run_dir)) else ()), *view.remarks],
         forked_from=view.forked_from,
+        next=command_after(run_dir, view.state),
     )
 
 
@@ -178,6 +182,8 @@ def status_text(found: StatusDocument) -> str:
     lines.append(f"  last checkpoint: {found.last_checkpoint or 'none yet'}")
     lines += _file_lines(found)
     lines += [f"  {remark}" for remark in found.remarks]
+    if found.next is not None:
+        lines.append(f"next: {found.next}")
     return "\n".join(lines)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from lora_rocm.recipe.load import load_text
 ORIGIN = Path("recipe")
 MAX_IN_HEAD = 30
 PLACEHOLDER = "FILL-THIS-IN"
+OTHER_SYSTEM = {True: ("Linux or macOS", re.compile(r"/[^/\s]")), False: ("Windows", re.compile(r"[A-Za-z]:/|//\w"))}
+"""Whether this is Windows -> the name of the other system, and the begin of its absolute paths in recipes."""
 WARMUPS = ("optim.lr_warmup_steps", "optim.lr_warmup_ratio")
 
 
@@ -89,7 +92,7 @@ def import_files(paths: Sequence[Path], options: Sequence[str] = ()) -> Imported
         recipe_text(translator.values, head),
         tuple(outcomes),
         (*translator.unread, *translator.files.unread),
-        (*missing, *notices),
+        (*missing, *notices, *_paths_of_others(translator.values)),
     )
 
 
@@ -137,6 +140,14 @@ def _fill_in(translator: Translator) -> list[str]:
         translator.take("train.epochs", 1, note="choose the length of the run")
         found.append("The configuration does not set the length of the run: set train.epochs.")
     return found
+
+
+def _paths_of_others(values: Mapping[str, RecipeValue]) -> Iterator[str]:
+    """Yield a sentence about the paths that only another system has: a run would make a folder of such a name."""
+    name, begin = OTHER_SYSTEM[sys.platform == "win32"]
+    keys = [key for key, each in values.items() if isinstance(each.value, str) and begin.match(each.value)]
+    if keys:
+        yield f"These paths are from {name}, so this system does not find them: {', '.join(keys)}. Write your own."
 
 
 def _accepted(translator: Translator) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from lora_rocm.foundation.terminal_text import one_line
@@ -13,7 +14,7 @@ Value = str | int | float | bool | None | list["Value"] | Mapping[str, "Value"]
 """A value of JSON, TOML or YAML."""
 
 SECRET = re.compile(
-    r"(?:^|[._-])(?:\w*token|\w*api[_-]?key|\w*password|\w*secret|\w*credentials?|\w*access_key(?:_id)?"
+    r"(?:^|[._-])(?:\w*token|\w*api[_-]?key|\w*password|\w*secret\w*|\w*credentials?|pwd|\w*_pwd|\w*access_key(?:_id)?"
     r"|\w*webhook_url|\w*passwd|\w*passphrase|\w*authorization|\w*private_key|\w*cookies?)$",
     re.IGNORECASE,
 )
@@ -21,24 +22,35 @@ SECRET = re.compile(
 SECRET_VALUE = re.compile(
     r"\b(?:hf|api_org|gh[pousr]|github_pat|glpat|gsk|npm|r8|xai|xox[abprs]|pypi|nvapi)[_-][\w-]{20,}"
     r"|\bsk-[\w-]{16,}|\bAKIA[0-9A-Z]{12,}\b|\bAIza[\w-]{20,}|\beyJ[\w-]{8,}\.[\w-]+\.[\w-]+"
-    r"|\bbearer\s+\S{16,}|://[^/\s:@]+:[^/\s@]+@|-----BEGIN [A-Z ]*PRIVATE KEY"
+    r"|\bbearer\s+\S{16,}|://[^/\s:@]+:[^/\s@]+@|://[^/\s@]{16,}@"
+    r"|[?&](?:sig|signature|key|auth|code|access_key)=[^&\s]{16,}|-----BEGIN [A-Z ]*PRIVATE KEY"
     r"|(?:token|api[_-]?key|password|secret)[\"']?\s*[=:\s]\s*[\"']?[^\s\"',]*\w{16,}",
     re.IGNORECASE,
 )
 """Matches secret values, under any key: tokens of known services, web addresses with passwords, private keys, and
 options with secrets.
 """
+NAMED_KEY = re.compile(r"(?:^|[._-])\w*(?:key|auth|login|signature)$", re.IGNORECASE)
+"""Matches names of keys that may have a secret or, for example, the name of a column."""
+KEY_VALUE = re.compile(r"(?=(?:\D*\d){3})[\w+/=.-]{16,}")
+"""Matches a value that is a secret under such a name."""
+RANDOM_WORD = re.compile(r"\b(?=[a-z0-9]*[A-Z])(?=[A-Z0-9]*[a-z])(?=(?:[A-Za-z]*\d+(?!\d)){4})[A-Za-z0-9]{24,}")
+"""Matches a base64 or similar key under any name: letters of both cases with at least four numbers among them."""
 HEX_KEY = re.compile(r"\b[0-9a-f]{40}\b")
 """Matches a key of Weights & Biases. A commit hash also matches."""
 OF_A_COMMIT = re.compile(r"revision|commit|sha|hash|ref|version", re.IGNORECASE)
 NOT_A_SECRET = re.compile(r"(?:max|new|keep|num|pad|eos|bos|special|add|class|trigger)_?\w*tokens?$|tokens?_\w+$", re.I)
 MAX_SHOWN_LETTERS = 60
+MAX_READ_LETTERS = 1 << 14
+"""Letters of a value of which the shown ones are a part: white space counts once."""
 
 
 def is_secret_text(text: str, key: str = "") -> bool:
     """Whether a text contains a token or a key. ``key``: key of the setting that has this value."""
-    is_hex = HEX_KEY.search(text) is not None and OF_A_COMMIT.search(key) is None
-    return is_hex or SECRET_VALUE.search(text) is not None
+    may_be_hash = OF_A_COMMIT.search(key) is not None
+    is_random = any(pattern.search(text) is not None for pattern in (HEX_KEY, RANDOM_WORD)) and not may_be_hash
+    is_named = NAMED_KEY.search(key) is not None and KEY_VALUE.fullmatch(text) is not None
+    return is_random or is_named or SECRET_VALUE.search(text) is not None
 
 
 @dataclass(frozen=True)
@@ -62,7 +74,7 @@ class Setting:
         """Whether this is the trainer's default, because no file contains the key."""
         return not self.file
 
-    @property
+    @cached_property
     def is_secret(self) -> bool:
         named = SECRET.search(self.key) is not None and NOT_A_SECRET.search(self.key) is None
         return named or is_secret_text(str(self.value), self.key)
@@ -72,12 +84,13 @@ class Setting:
         """Return the location as ``file:line``; empty for a default."""
         return f"{self.file}:{self.line}" if self.file and self.line else self.file
 
-    @property
+    @cached_property
     def shown(self) -> str:
         """Return the value, shortened to one line. Secrets are never included."""
         if self.is_secret and self.value not in (None, "", False):
             return "***"
-        text = one_line(str(self.value).lower() if isinstance(self.value, bool) else str(self.value))
+        text = str(self.value).lower() if isinstance(self.value, bool) else str(self.value)
+        text = one_line(text[:MAX_READ_LETTERS])
         return text if len(text) <= MAX_SHOWN_LETTERS else f"{text[: MAX_SHOWN_LETTERS - 3]}..."
 
 

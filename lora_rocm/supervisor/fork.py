@@ -94,12 +94,15 @@ def create_fork(request: ForkRequest) -> Fork:
     _refuse_fixed(parent, old, loaded)
     record = _newest_record(_checkpoints(parent, request))
     _require_same_recipe(record, old)
+    changed = changed_keys(all_differences(old, loaded.recipe))
+    if not changed and parent.result.exists():
+        _require_steps_left(parent, record)
     # Choose the fork's directory
     target = request.run_dir.absolute() if request.run_dir else _new_directory(parent, old, loaded.recipe)
     _require_free(target)
     discard_abandoned(target)
     # Write it: as a whole or not at all
-    origin = ForkOrigin(parent.path, record.position.updates, changed_keys(all_differences(old, loaded.recipe)))
+    origin = ForkOrigin(parent.path, record.position.updates, changed)
     with new_folder(target) as temporary:
         _write(RunDir(temporary), parent, record, loaded.recipe)
         write_through(RunDir(temporary).fork, origin.to_bytes(target))
@@ -166,6 +169,16 @@ def _require_same_recipe(record: CheckpointRecord, old: Recipe) -> None:
             where=str(record.path),
             fix="Choose a newer checkpoint of the run.",
         )
+
+
+def _require_steps_left(parent: RunDir, record: CheckpointRecord) -> None:
+    """Refuse a copy of a finished run from its last checkpoint: it would train nothing."""
+    there = [step for step, _ in parent.list_checkpoints()]
+    if record.position.updates == max(there):
+        steps = ", ".join(map(str, there))
+        fix = f"Change a value with --set, or choose an earlier checkpoint with --step. Checkpoints: {steps}."
+        what = "A fork of a finished run trains nothing without a changed value."
+        raise UserError("fork-unchanged", what, where=str(parent.path), fix=fix)
 
 
 def _new_directory(parent: RunDir, old: Recipe, new: Recipe) -> Path:

@@ -82,11 +82,13 @@ for %%f in ("%LR_ONE%") do set "LR_ENDING=%%~xf"
 for %%e in (.toml .json .sh .ps1 .bat .cmd .env .py .ipynb) do if /i "%LR_ENDING%"=="%%e" goto foreign
 rem Another trainer's YAML is recognised by the program. Its answer is a file: in a pipe, cmd would read the path again.
 if /i not "%LR_ENDING%"==".yaml" if /i not "%LR_ENDING%"==".yml" goto recipe
-set "LR_ANSWER=lora-rocm-check-%RANDOM%%RANDOM%.json"
-"%LR_PROGRAM%" check "%LR_ONE%" --schema-only --json >"%TEMP%\%LR_ANSWER%" 2>nul
-"%SystemRoot%\System32\find.exe" "recipe-foreign" "%TEMP%\%LR_ANSWER%" >nul 2>nul
+set "LR_THEN=recognise"
+goto own
+:recognise
+"%LR_PROGRAM%" check "%LR_ONE%" --schema-only --json >"%TEMP%\%LR_OWN%\answer.json" 2>nul
+"%SystemRoot%\System32\find.exe" "recipe-foreign" "%TEMP%\%LR_OWN%\answer.json" >nul 2>nul
 set "LR_CODE=%ERRORLEVEL%"
-del "%TEMP%\%LR_ANSWER%" 2>nul
+rmdir /s /q "%TEMP%\%LR_OWN%" 2>nul
 if not %LR_CODE% equ 0 goto recipe
 :foreign
 rem The recipe is not trained at once: its user has to read first which keys were lost.
@@ -130,20 +132,15 @@ goto done
 goto done
 
 :shell
-rem A separate folder: %RANDOM% is the same for all that start within one second. mkdir sets no error level of 0, ver does.
+set "LR_THEN=variables"
+goto own
+:variables
 pushd "%TEMP%"
-:unnamed
-set "LR_PLAN=lora-rocm-%RANDOM%"
-ver >nul
-mkdir %LR_PLAN% 2>nul
-if not errorlevel 1 goto planned
-if exist %LR_PLAN% goto unnamed
-:planned
-"%LR_PROGRAM%" env --shell cmd >%LR_PLAN%\plan.bat
+"%LR_PROGRAM%" env --shell cmd >%LR_OWN%\plan.bat
 set "LR_CODE=%ERRORLEVEL%"
 rem The one call: the variables that it sets stay. Of a path without odd letters, which it could not read wrongly.
-if %LR_CODE% equ 0 call .\%LR_PLAN%\plan.bat
-rmdir /s /q %LR_PLAN%
+if %LR_CODE% equ 0 call .\%LR_OWN%\plan.bat
+rmdir /s /q %LR_OWN% 2>nul
 popd
 if not %LR_CODE% equ 0 goto back
 set "VIRTUAL_ENV=%LR_ROOT%\.venv"
@@ -153,6 +150,17 @@ set "LR_WINDOW="
 set "NoDefaultCurrentDirectoryInExePath=%LR_SEARCH%"
 if defined LR_ARGS "%ComSpec%" /d /c @%LR_ARGS%
 if not defined LR_ARGS "%ComSpec%" /k
+goto done
+
+:own
+rem Makes LR_OWN, a folder in %TEMP% for this process alone, and goes on at LR_THEN. A name is not enough for that:
+rem %RANDOM% is the same for all that start within one second. mkdir sets no error level of 0, ver does.
+set "LR_OWN=lora-rocm-%RANDOM%%RANDOM%"
+ver >nul
+mkdir "%TEMP%\%LR_OWN%" 2>nul
+if not errorlevel 1 goto %LR_THEN%
+if exist "%TEMP%\%LR_OWN%" goto own
+goto %LR_THEN%
 
 :done
 set "LR_CODE=%ERRORLEVEL%"

@@ -14,6 +14,7 @@ from lora_rocm.commands import plan as command
 from lora_rocm.commands.output import Output, OutputMode
 from lora_rocm.commands.plan import AvailableMemory, card_bytes
 from lora_rocm.errors import RecipeError, UserError
+from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.foundation.units import size_text
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.planning.step_choice import choose
@@ -120,6 +121,14 @@ def test_a_rank_that_is_larger_than_layers_is_told(write: Any, child: Any, capsy
         child["footprint"]["unstarted_layers"] = count
         assert plan(write(), ("lora.init=pissa",), card="80GB", as_json=False) == 0
         assert says_if(bool(count), capsys.readouterr().out, "commands/a-part-of-the-ranks-of-5")
+
+
+def test_the_last_line_is_the_command_that_trains(write: Any, child: Any) -> None:
+    path = write()
+    found = command.plan(path, ("lora.rank=8",), card="80GB")
+    assert found.next == quoted(["lora-rocm", "train", path, "--set", "lora.rank=8"])
+    assert command.render(found).splitlines()[-1] == f"next: {found.next}"
+    assert command.plan(path, (), card="1GB").next is None, "the control: no plan fits"
 
 
 def test_the_reason_is_the_faster_plan_that_needs_least(write: Any, child: Any) -> None:

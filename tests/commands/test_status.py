@@ -15,6 +15,7 @@ from lora_rocm.commands.status import RunError, status, status_text
 from lora_rocm.errors import LoraRocmError, UserError
 from lora_rocm.families.registry import FAMILIES
 from lora_rocm.foundation.files import write_json
+from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.report.report import write_report
 from lora_rocm.rundir.events import EventWriter
 from lora_rocm.rundir.layout import RunDir
@@ -78,6 +79,9 @@ def test_states(run_dir: RunDir, events: list[tuple[str, dict[str, object]]], st
     found = status(run_dir)
     assert found.state == state
     assert (found.error is not None) == (state == "failed")
+    command = {"running": None, "finished": "compare"}.get(state, "resume")
+    assert found.next == (command and quoted(["lora-rocm", command, str(run_dir.path)]))
+    assert (status_text(found).splitlines()[-1] == f"next: {found.next}") == (state != "running")
     assert state in status_text(found)
     json.dumps(asdict(found), allow_nan=False, default=str)
 
@@ -134,7 +138,10 @@ def test_finished(tmp_path: Path) -> None:
     assert found.state == "finished" and found.updates == 40 and found.incidents == 1
     assert found.last_checkpoint == run_dir.checkpoint(40)
     assert [Path(name).name for name in found.files] == ["lora-step00000040.safetensors", "lora.safetensors"]
-    files = [line.strip() for line in status_text(found).split("  file: ")[1:]]
+    assert found.next == quoted(["lora-rocm", "compare", str(run_dir.path)])
+    text, _, after = status_text(found).rpartition("\nnext: ")
+    assert after == found.next
+    files = [line.strip() for line in text.split("  file: ")[1:]]
     assert [text.partition("\n")[2].strip() for text in files] == [
         "",
         worded("commands/not-or-not-exactly-by-reader-x"),

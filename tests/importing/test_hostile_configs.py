@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_rocm.commands.import_config import import_config, render
+from lora_rocm.commands.import_config import import_config, outcomes_text
 from lora_rocm.errors import UserError
 from lora_rocm.importing.registry import MODULES
 from lora_rocm.recipe.load import load_text
@@ -76,7 +76,7 @@ def said(folder: Path, name: str, text: str | bytes) -> str:
         assert error.code.startswith("import-"), error.code
         return str(error)
     assert load_text(found.recipe, Path("r.yaml")).recipe
-    return f"{found} {render(found)}"
+    return f"{found} {outcomes_text(found)}"
 
 
 def test_every_trainer_is_here() -> None:

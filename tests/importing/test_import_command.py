@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from lora_rocm.recipe.load import load_recipe
+from lora_rocm.foundation.terminal_text import quoted
+from lora_rocm.recipe.load import load_recipe, load_text
 from tests.command_line import command_line
 
 WHOLE = 'network_module = "networks.lora"\npretrained_model_name_or_path = "a.safetensors"\ntrain_data_dir = "sets"\n'
@@ -28,14 +30,35 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_strict_ends_with_2_if_something_was_lost_that_changes_the_weights(name: str, strict: int) -> None:
     plain, checked = command_line("import", f"{name}.toml"), command_line("import", f"{name}.toml", "--strict")
     assert (plain.exit_code, checked.exit_code) == (0, strict) and plain.stdout == checked.stdout
+    assert load_text(plain.stdout, Path("redirected.yaml")).recipe.lora.rank == 4
+    assert f"{name}.toml:1" in plain.stderr and "--output" in plain.stderr.splitlines()[-1]
     assert plain.stdout.startswith("# ") and "name_or_path: a.safetensors" in plain.stdout
 
 
 def test_the_recipe_is_written_and_accepted() -> None:
-    ended = command_line("import", "whole.toml", "--output", "r.yaml")
+    ended = command_line("import", "whole.toml", "--output", "my r.yaml")
     assert ended.exit_code == 0 and "name_or_path:" not in ended.stdout
-    assert load_recipe(Path("r.yaml")).recipe.lora.rank == 4
-    assert command_line("check", "r.yaml", "--schema-only").exit_code == 0
+    assert load_recipe(Path("my r.yaml")).recipe.lora.rank == 4
+    assert ended.stdout.splitlines()[-1] == f"next: {quoted(['lora-rocm', 'check', 'my r.yaml'])}"
+    assert command_line("check", "my r.yaml", "--schema-only").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("system", "base", "told"),
+    [
+        ("linux", "C:/models/x.safetensors", True),
+        ("linux", r"\\\\nas\\x", True),
+        ("linux", "/home/me/x", False),
+        ("linux", "stabilityai/stable-diffusion-xl-base-1.0", False),
+        ("win32", "C:/models/x.safetensors", False),
+        ("win32", "/home/me/x", True),
+    ],
+)
+def test_paths_of_another_system_are_named(monkeypatch: pytest.MonkeyPatch, system: str, base: str, told: bool) -> None:
+    Path("p.toml").write_text(WHOLE.replace("a.safetensors", base), encoding="utf-8")
+    monkeypatch.setattr("lora_rocm.importing.importer.sys", SimpleNamespace(platform=system))
+    notices = json.loads(command_line("import", "p.toml", "--json").stdout)["notices"]
+    assert any("model.name_or_path" in each for each in notices) == told
 
 
 def test_a_file_is_never_replaced() -> None:

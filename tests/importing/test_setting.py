@@ -31,6 +31,15 @@ TOKEN = "hf_abcdefghijklmnopqrstuvwxyz1234"
         ("dataset", "https://me:passw0rd@example.org/x"),
         ("notes", "-----BEGIN OPENSSH PRIVATE KEY-----"),
         ("smtp_passwd", "x"),
+        ("pwd", "x"),
+        ("secret_access", "x"),
+        ("aws_secret_key", "x"),
+        ("storage_options.key", "S3cr3tQwErTyUiOp98"),
+        ("login", "S3cr3tQwErTyUiOp98"),
+        ("wandb_key", "c3VwZXIgc2VjcmV0IGtleSBieXRlcyAwMTIz"),
+        ("notes", "kP3x9Zq7Lm2Vt8Rb5Wn1Yc4Hd6+/Jf0Gs="),
+        ("notes", "git clone https://S3cr3tQwErTyUiOp98@example.org/a/b"),
+        ("dataset", "https://example.org/x?se=1&sig=S3cr3tQwErTyUiOp98"),
     ],
 )
 def test_a_secret_is_never_shown(key: str, value: Value) -> None:
@@ -51,6 +60,14 @@ def test_a_secret_is_never_shown(key: str, value: Value) -> None:
         ("path", "https://example.org:8080/x"),
         ("prompt", "a bearer of good news"),
         ("path", "C:/sk-portraits"),
+        ("image_key", "image_column_name"),
+        ("caption_key", "text2"),
+        ("output_name", "MyLoraCharacterV2Final001"),
+        ("model", "Qwen3-VL-8B-Instruct-2507-v2"),
+        ("path", "D:/Set01/v2Img3/X4y5Z6"),
+        ("path", "ssh://git@example.org/a/b"),
+        ("model", "https://example.org/x.safetensors?download=true&version=12"),
+        ("model_hash", "kP3x9Zq7Lm2Vt8Rb5Wn1Yc4Hd6"),
     ],
 )
 def test_other_values_are_shown(key: str, value: Value) -> None:

@@ -56,6 +56,16 @@ def test_all_fixed_keys_are_refused_at_once_with_their_reasons(parent: RunDir) -
     assert "learning_rate" not in error.what
 
 
+def test_a_fork_that_would_train_nothing_is_refused(parent: RunDir) -> None:
+    assert create_fork(ForkRequest(parent.path)), "the control: the run is not finished"
+    parent.result.write_text("{}", encoding="utf-8")
+    for step in (None, 30):
+        error = refusal(parent, step=step)
+        assert error.code == "fork-unchanged" and "20, 30" in error.fix
+    assert create_fork(ForkRequest(parent.path, step=20))
+    assert create_fork(ForkRequest(parent.path, overrides=["output.formats=[peft]"]))
+
+
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
 def test_every_key_that_a_resume_refuses_may_change_or_has_a_reason(optimizer: str) -> None:
     families = ("sdxl", "flux", "causal-lm")

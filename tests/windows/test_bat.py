@@ -5,15 +5,19 @@ Each run is one command line started without a shell in between, so the exact ex
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.windows import conftest
-from tests.windows.stage import Stage, windows_path
+from tests.windows.stage import Outcome, Stage, windows_path
 
 CHECK = 'py -3 -I -c "import sys; sys.exit(sys.version_info < (3, 11))"'
 ENV = {"lora-rocm": 'rem why\nset "HSA_X=11.5.1"\nset "CACHE=C:\\a & b (c)\\d!"\n'}
@@ -192,6 +196,7 @@ def test_a_dropped_configuration_of_another_trainer_is_imported(stage: Stage, en
     assert outcome.code == 0 and "-lora-rocm.yaml" in outcome.said and "Press any key" in outcome.said
 
 
+POLL_S = 0.01
 YAML_OF = {"another trainer": ('"code": "recipe-foreign"', "2"), "ours": ('"error": null', "0"), "wrong": ("{}", "2")}
 
 
@@ -206,6 +211,95 @@ def test_a_dropped_yaml_file_is_recognised_by_the_program(stage: Stage, owner: s
     assert checked == ["check", windows_path(file), "--schema-only", "--json"]
     foreign = ["import", windows_path(file), "--output", ".\\a & b-lora-rocm.yaml"]
     assert then == (foreign if owner == "another trainer" else ["train", windows_path(file)])
+
+
+@dataclass
+class Held:
+    """Several ``train.bat`` with one folder for temporary files, each asked about its YAML file before any is answered.
+
+    Attributes:
+        stages: one for each, and the name of one is the owner of its YAML file.
+        temporary: the folder.
+        made: how many entries it had when all were asked.
+    """
+
+    stages: dict[str, Stage]
+    temporary: Path
+    made: int = 0
+
+    def outcomes(self) -> dict[str, Outcome]:
+        """The outcome of each, by the name of its stage."""
+        folders = {name: stage.root.parent / "asks" for name, stage in self.stages.items()}
+        for folder in folders.values():
+            folder.mkdir()
+        with ThreadPoolExecutor() as pool:
+            started = {name: pool.submit(self.drop, name, folders[name]) for name in self.stages}
+            while any(not (folder / "question").exists() for folder in folders.values()):
+                assert not any(run.done() for run in started.values())
+                time.sleep(POLL_S)
+            self.made = len(list(self.temporary.iterdir()))
+            for name, run in started.items():
+                self.answer(name, folders[name], run)
+            return {name: run.result() for name, run in started.items()}
+
+    def drop(self, name: str, folder: Path) -> Outcome:
+        stage = self.stages[name]
+        file = stage.root.parent / "it's & my (x) ^ \u00fc.yaml"
+        file.touch()
+        asks: dict[str, Any] = {"RECORDER_ASKS_lora_rocm": windows_path(folder)}
+        return stage.double_click(
+            "train.bat", f'"{windows_path(file)}"', HELD_TEMP=windows_path(self.temporary), **asks
+        )
+
+    def answer(self, name: str, folder: Path, run: Future[Outcome]) -> None:
+        """Answer until this one has ended: the check of its file, and the import or the training after it."""
+        said, code = YAML_OF[name]
+        while not run.done():
+            if (folder / "question").exists():
+                asked = json.loads((folder / "question").read_text(encoding="utf-8"))["arguments"][0]
+                (folder / "question").unlink()
+                (folder / "part").write_text(f"{code}\n{said}" if asked == "check" else "0\n", encoding="utf-8")
+                (folder / "part").rename(folder / "answer")
+            time.sleep(POLL_S)
+
+
+def held(environment: dict[str, str], folder: Path) -> Held:
+    stages = {}
+    for name in YAML_OF:
+        (folder / name).mkdir()
+        stages[name] = Stage(folder / name / "c", environment)
+        # Wine takes TEMP from its registry only.
+        stages[name].edit("_run.bat", 'set "LR_CODE_PAGE="', 'set "LR_CODE_PAGE="\r\nset "TEMP=%HELD_TEMP%"')
+    temporary = folder / "temp & (x) it's \u00fc"
+    temporary.mkdir()
+    return Held(stages, temporary)
+
+
+def second_calls(outcomes: dict[str, Outcome]) -> dict[str, list[str]]:
+    """The commands of each after the check of its file."""
+    return {
+        name: [call.arguments[0] for call in outcome.calls if call.program == "lora-rocm"][1:]
+        for name, outcome in outcomes.items()
+    }
+
+
+RECOGNISED = {"another trainer": ["import"], "ours": ["train"], "wrong": ["train"]}
+
+
+def test_files_dropped_in_one_moment_have_an_answer_each(wine_environment: dict[str, str], tmp_path: Path) -> None:
+    started = held(wine_environment, tmp_path)
+    assert second_calls(started.outcomes()) == RECOGNISED
+    assert started.made == len(RECOGNISED)
+    assert not list(started.temporary.iterdir()), "each takes its folder away"
+
+
+def test_a_shared_answer_is_noticed(wine_environment: dict[str, str], tmp_path: Path) -> None:
+    """Negative control: chance names the folder alone, and all start with the same."""
+    started = held(wine_environment, tmp_path)
+    for stage in started.stages.values():
+        stage.edit("_run.bat", 'exist "%TEMP%\\%LR_OWN%" goto own', "1==1 goto %LR_THEN%")
+        stage.edit("_run.bat", "lora-rocm-%RANDOM%%RANDOM%", f"lora-rocm-{tmp_path.name}")
+    assert second_calls(started.outcomes()) != RECOGNISED
 
 
 def test_a_failed_import_is_not_hidden(stage: Stage) -> None:

@@ -14,9 +14,18 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "scripts" / "windows").glob("*.bat"))
-CALLS_A_NAME = re.compile(r"call \.\\%LR_PLAN%\\plan\.bat$")
-MAY_STAND_BARE = {"LR_ARGS", "LR_CODE", "LR_CODE_PAGE", "LR_DO", "LR_NEW_ENOUGH", "LR_PLAN", "LR_PYTHON", "LR_SETUP"}
-MAY_STAND_BARE |= {"ERRORLEVEL", "RANDOM"}
+CALLS_A_NAME = re.compile(r"call \.\\%LR_OWN%\\plan\.bat$")
+MAY_STAND_BARE = {"LR_ARGS", "LR_CODE", "LR_CODE_PAGE", "LR_DO", "LR_NEW_ENOUGH", "LR_OWN", "LR_PYTHON", "LR_SETUP"}
+MAY_STAND_BARE |= {"ERRORLEVEL", "LR_THEN", "RANDOM"}
+CHANCE = re.compile(r"%(RANDOM|TIME|DATE)\b", re.IGNORECASE)
+"""Variables that are the same for all that start in one moment."""
+OWN_FOLDER = """\
+set "{name}=lora-rocm-%RANDOM%%RANDOM%"
+ver >nul
+mkdir "%TEMP%\\%{name}%" 2>nul
+if not errorlevel 1 goto %LR_THEN%
+if exist "%TEMP%\\%{name}%" goto own"""
+"""The one use of chance: the name of a folder that is made only where there was none."""
 
 
 def faults(content: bytes) -> Iterator[str]:
@@ -38,6 +47,44 @@ def faults(content: bytes) -> Iterator[str]:
             yield f"{number}: cd cannot go to a network path"
         bare = re.findall(r"%(\w+)(?::[^%]*)?%", re.sub(r'"[^"]*"', "", re.sub(r'%\w+:"=[^%]*%', "", line)))
         yield from (f"{number}: {name} stands outside quotes" for name in bare if name not in MAY_STAND_BARE)
+
+
+def shared_names(content: bytes) -> Iterator[str]:
+    """The places where two files that are started in one moment could write to the same file."""
+    lines = [line for line in content.decode("ascii").splitlines() if not line.startswith("rem ")]
+    drawn = set()
+    for number, line in enumerate(lines, 1):
+        if not CHANCE.search(line):
+            continue
+        name = line.removeprefix('set "').partition("=")[0]
+        drawn.add(name)
+        if lines[number - 1 : number + 4] != OWN_FOLDER.format(name=name).splitlines() or ":own" not in lines[:number]:
+            yield f"{number}: a name by chance is not tried with mkdir first"
+    for number, line in enumerate(lines, 1):
+        if any(re.search(rf'>\s*"?[^">]*%{re.escape(name)}%[^\\]', f"{line} ") for name in drawn):
+            yield f"{number}: writes to a file named by chance, which is not in a folder of its own"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_no_file_is_named_by_chance_alone(path: Path) -> None:
+    assert list(shared_names(path.read_bytes())) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'set "LR_ANSWER=lora-rocm-check-%RANDOM%%RANDOM%.json"',
+        '"%LR_PROGRAM%" check x >"%TEMP%\\answer-%RANDOM%.json"',
+        'set "LR_ANSWER=%TIME::=%"',
+        '"%LR_PROGRAM%" env >"%TEMP%\\%LR_OWN%.bat"',
+        '"%LR_PROGRAM%" env >%LR_OWN%',
+    ],
+)
+def test_a_file_named_by_chance_is_noticed(line: str) -> None:
+    """Negative control: one more line in the sound file."""
+    sound = (ROOT / "scripts" / "windows" / "_run.bat").read_bytes()
+    assert list(shared_names(sound + line.encode("ascii") + b"\r\n"))
+    assert list(shared_names(sound.replace(b"ver >nul\r\nmkdir", b"md")))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
