@@ -24,7 +24,7 @@ from lora_rocm.report.html import (
     section,
     table,
 )
-from lora_rocm.report.svg_plot import Series
+from lora_rocm.page_parts.charts import Series
 from tests.wording import says
 
 EVIL = "</title></style></pre>\"'> onload='x()' <script>alert(1)</script><img src=x onerror=y()>{{ 7*7 }}{% raw %}&amp;"

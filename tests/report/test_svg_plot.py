@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lora_rocm.report.svg_plot import HEIGHT_PX, MAX_POINTS, WIDTH_PX, Series, line_plot, thinned, ticks
+from lora_rocm.page_parts.charts import HEIGHT_PX, MAX_POINTS, WIDTH_PX, Series, line_plot, thinned, ticks
 
 ANY = st.floats(allow_nan=True, allow_infinity=True, width=32)
 

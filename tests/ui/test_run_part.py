@@ -21,7 +21,7 @@ from lora_rocm.supervisor.lock import locked
 from lora_rocm.supervisor.manage_runs import ARCHIVE
 from lora_rocm.ui import launch
 from lora_rocm.ui.curves import FIELDS, curve_of, reduced, smoothed, to_bytes
-from lora_rocm.ui.run_details import details_of, log_end, previews_of, stories_of
+from lora_rocm.ui.run_details import details_of, log_end, previews_of
 from lora_rocm.ui.run_phases import activity_of, phases_of
 from tests.supervisor.fake_run import change_fields, event, failure_fields, restart_fields, write_whole_run
 from tests.supervisor.wire import start_fields, step_fields

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lora_rocm.ui.rendering import require_templates
-from lora_rocm.ui.texts import UnknownTextError, require_texts, t, texts
+from lora_rocm.page_parts.texts import UnknownTextError, require_texts, t, texts
 
 PACKAGE = Path(__file__).parents[2] / "lora_rocm" / "ui"
 

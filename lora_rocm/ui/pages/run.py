@@ -10,17 +10,20 @@ from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from lora_rocm.errors import UserError
+from lora_rocm.page_parts.charts import reduced
+from lora_rocm.report.figures import smoothed
+from lora_rocm.report.stories import stories_of
 from lora_rocm.rundir.disk_space import bytes_in
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.manage_runs import ARCHIVE, RunChange
 from lora_rocm.ui.context import context_of
-from lora_rocm.ui.curves import curve_of, reduced, smoothed, to_bytes
+from lora_rocm.ui.curves import curve_of, to_bytes
 from lora_rocm.ui.fields import query_of, text_of
 from lora_rocm.ui.live import live_id
 from lora_rocm.ui.pages import run_fork
 from lora_rocm.ui.part import Part
 from lora_rocm.ui.rendering import fragment, page, url
-from lora_rocm.ui.run_details import ShownDetails, details_of, logs_of, previews_of, result_paths, stories_of
+from lora_rocm.ui.run_details import ShownDetails, details_of, logs_of, previews_of, result_paths
 from lora_rocm.ui.run_family import parent_of
 from lora_rocm.ui.run_list import newest_runs, run_names
 from lora_rocm.ui.security import SANDBOX_POLICY
