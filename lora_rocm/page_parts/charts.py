@@ -11,7 +11,7 @@ from functools import cached_property
 from markupsafe import Markup
 
 WIDTH_PX, HEIGHT_PX = 760, 260
-LEFT_PX, RIGHT_PX, TOP_PX, BOTTOM_PX = 64, 12, 12, 44
+LEFT_PX, RIGHT_PX, TOP_PX, BOTTOM_PX = 64, 24, 12, 44
 STILL_POINTS, LIVE_POINTS = 300, 1500
 """Points of each line in the SVG, and in the data."""
 MAX_POINTS = 8192

@@ -1,7 +1,7 @@
 """HTML pages that are single files: their content as data, which the template ``page.html.j2`` renders.
 
-All markup is in templates, which escape every text. Inserted as markup are only the still charts (``page_parts.charts``)
-and the program's own styles and scripts (``page_parts.inlined``).
+All markup is in templates, which escape every text. Only the still charts (``page_parts.charts``) and the program's own
+styles and scripts (``page_parts.inlined``) are inserted as markup.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def images_section(images: Sequence[ImageLoss]) -> ReportBox | None:
     """The section of the report about images that are never learned; None if there is too little to judge."""
     if not images:
         return None
-    title, outliers = t("report.images_that_are_never_learned"), [each for each in images if each.is_outlier]
+    title, outliers = t("images_losses.title"), [each for each in images if each.is_outlier]
     if not outliers:
         about = f"None of the {len(images)} images with at least {LEAST_VISITS} visits has a loss far above the others."
         return section(title, Paragraph(about, "good"))

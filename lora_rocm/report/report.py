@@ -366,12 +366,7 @@ def _guard(facts: ReportData) -> ReportBox | None:
     counts = Paragraph(f"{counted.checks} transfers were checked, {sentence}.", "bad" if failures else "good")
     kinds = Counter(incident.kind for incident in incidents)
     summary = Paragraph(", ".join(f"{count} x {kind}" for kind, count in kinds.items())) if kinds else None
-    rows = [
-        (event.iteration, event.kind, event.detail, event.action, ", ".join(map(str, event.samples or ())))
-        for event in incidents
-    ]
-    head = ("iteration", "kind", "what", "what was done", "samples")
-    return section(t("report.guard"), counts, _canaries(facts), summary, table(head, rows))
+    return section(t("report.guard"), counts, _canaries(facts), summary)
 
 
 def _canaries(facts: ReportData) -> Paragraph | None:

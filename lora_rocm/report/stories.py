@@ -18,7 +18,7 @@ from lora_rocm.rundir.event_types import (
 )
 from lora_rocm.rundir.run_view import RunView
 
-MAX_STORIES, MAX_LOG_LINES = 50, 40
+MAX_STORIES, MAX_LOG_LINES, MAX_SAMPLES = 50, 40, 5
 DAY = "%Y-%m-%d %H:%M:%S"
 
 
@@ -81,8 +81,8 @@ def _story(event: FailureEvent | ChangeEvent | RestartEvent | NoticeEvent, text:
 
 
 def _handled(event: IncidentEvent) -> Story:
-    samples = f" ({', '.join(event.samples[:5])})" if event.samples else ""
-    return Story(event.type, _when(event.time), f"{event.detail}{samples}: {event.action}.")
+    places = ", ".join([f"iteration {event.iteration}", *map(str, (event.samples or [])[:MAX_SAMPLES])])
+    return Story(event.type, _when(event.time), f"{event.detail} ({places}): {event.action}.")
 
 
 def _when(time_s: float) -> str:

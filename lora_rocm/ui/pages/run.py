@@ -26,7 +26,6 @@ from lora_rocm.ui.rendering import fragment, page, url
 from lora_rocm.ui.run_details import ShownDetails, details_of, logs_of, previews_of, result_paths
 from lora_rocm.ui.run_family import parent_of
 from lora_rocm.ui.run_list import newest_runs, run_names
-from lora_rocm.ui.security import SANDBOX_POLICY
 from lora_rocm.ui.thumbnails import MEDIA_TYPE, SIDES_PX, thumbnail
 
 LIST, VIEW = "runs.html.j2", "run.html.j2"
@@ -130,12 +129,13 @@ def download(request: Request) -> Response:
 
 
 def report(request: Request) -> Response:
-    """The report of a run: a page without scripts that loads nothing, in a sandbox."""
+    """The report of a run: a single file in a sandbox, which runs only the program's own scripts and loads nothing."""
+    from lora_rocm.page_parts.inlined import inlined_files
     from lora_rocm.report.report import write_report
 
     run_dir = _run(request)
     path = write_report(run_dir)
-    headers = {"content-security-policy": SANDBOX_POLICY}
+    headers = {"content-security-policy": f"sandbox allow-scripts; {inlined_files().policy}"}
     return FileResponse(path, media_type="text/html", content_disposition_type="inline", headers=headers)
 
 
