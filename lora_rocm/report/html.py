@@ -136,7 +136,7 @@ class ProblemBox:
 
 @dataclass(frozen=True)
 class StoryList:
-    """What happened to a run."""
+    """The stories of a run."""
 
     block: ClassVar = "stories"
     stories: Stories

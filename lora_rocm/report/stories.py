@@ -1,4 +1,4 @@
-"""What happened to a run, as stories: what failed, what was changed, and what that means for the result."""
+"""The stories of a run: failures, changes, restarts, handled faults and notices, and their effect on the result."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def report(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def opened(browser: Any) -> Iterator[Any]:
-    """Opens a file in a window of its own; a message of the browser or a request to anywhere fails the test."""
+    """Opens a file in its own window; a message of the browser or a request to anywhere fails the test."""
     faults = list[str]()
     profiles = list[Any]()
 
