@@ -11,8 +11,9 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
+from lora_rocm.report import image_losses
 from lora_rocm.report.image_hints import with_hints
-from lora_rocm.report.image_losses import LEAST_VISITS, ImageLoss, images_section, judged
+from lora_rocm.report.image_losses import LEAST_VISITS, ImageLoss, RelativeLosses, images_section
 from lora_rocm.report.report import write_report
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.sample_losses import LossWriter, SampleLosses
@@ -33,6 +34,10 @@ def simulated(visits: int = 40, factors: dict[int, tuple[float, float]] | None =
         is_late = updates > len(updates) // 2
         loss[sample == image] *= np.where(is_late, late, early)[sample == image]
     return SampleLosses(tuple(f"{number}.png" for number in range(IMAGES)), updates, sample, position, loss)
+
+
+def judged(losses: SampleLosses) -> list[ImageLoss]:
+    return image_losses.judged(RelativeLosses.of(losses))
 
 
 def only(losses: SampleLosses, rows: NDArray[np.bool_]) -> SampleLosses:
