@@ -13,8 +13,8 @@ from lora_rocm.dataset.images.image_io import UnreadableImage, decode
 from lora_rocm.dataset.sources.equal_files import equal_files
 from lora_rocm.foundation.bounded_read import check_plain, read_plain
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.report.image_losses import MAX_SHOWN, ImageLoss, image_losses
-from lora_rocm.rundir.layout import RunDir
+from lora_rocm.report.image_losses import MAX_SHOWN, ImageLoss, RelativeLosses, judged
+from lora_rocm.rundir.sample_losses import SampleLosses
 
 MAX_IMAGE_BYTES = 1 << 28
 MAX_CAPTION_BYTES = 1 << 16
@@ -25,9 +25,9 @@ LEAST_COMPARED, MAX_COMPARED = 4, 12
 """Number of usual images that are decoded for this comparison."""
 
 
-def hinted_losses(run_dir: RunDir, recipe: Recipe | None) -> list[ImageLoss]:
+def hinted_losses(losses: SampleLosses, recipe: Recipe | None) -> list[ImageLoss]:
     """Return the loss of each image, with hints from the files of a run with one folder of images."""
-    found, data = image_losses(run_dir), recipe.data if recipe else None
+    found, data = judged(RelativeLosses.of(losses)), recipe.data if recipe else None
     if data is None or not data.path or not any(each.is_outlier for each in found):
         return found
     extensions = data.caption_extension

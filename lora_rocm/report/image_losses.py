@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from lora_rocm.page_parts.charts import Point
 from lora_rocm.page_parts.texts import t
 from lora_rocm.report.html import Paragraph, ReportBox, section, table
-from lora_rocm.rundir.layout import RunDir
-from lora_rocm.rundir.sample_losses import SampleLosses, read_losses
+from lora_rocm.rundir.sample_losses import SampleLosses
 
 LEAST_VISITS = 20
 LEAST_IMAGES = 8
@@ -94,11 +93,6 @@ class RelativeLosses:
         return found, usual
 
 
-def image_losses(run_dir: RunDir) -> list[ImageLoss]:
-    """Return the loss of each image with enough visits, the most unusual one first; empty if there are too few."""
-    return judged(RelativeLosses.of(read_losses(run_dir.all_losses())))
-
-
 def judged(losses: RelativeLosses) -> list[ImageLoss]:
     """Return the judged images, the one with the highest z first.
 
@@ -148,14 +142,18 @@ def _scores(values: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
     return scores
 
 
-def images_section(images: Sequence[ImageLoss]) -> ReportBox | None:
-    """The section of the report about images that are never learned; None if there is too little to judge."""
-    if not images:
-        return None
+def images_section(images: Sequence[ImageLoss], lost: Sequence[str] = ()) -> ReportBox | None:
+    """The section of the report about images that are never learned; None if there is too little to judge.
+
+    ``lost``: sentences about damaged files of losses.
+    """
     title, outliers = t("images_losses.title"), [each for each in images if each.is_outlier]
+    remarks = [Paragraph(text, "bad") for text in lost]
+    if not images:
+        return section(title, *remarks)
     if not outliers:
         about = f"None of the {len(images)} images with at least {LEAST_VISITS} visits has a loss far above the others."
-        return section(title, Paragraph(about, "good"))
+        return section(title, *remarks, Paragraph(about, "good"))
     note = (
         f"Each loss is compared with the mean at its noise level; 1.00 is usual. z is the distance from the other "
         f"images; an image is listed from {OUTLIER_Z:g} on. It may be blurred, a duplicate, or have a wrong caption."
@@ -165,4 +163,4 @@ def images_section(images: Sequence[ImageLoss]) -> ReportBox | None:
         for each in outliers[:MAX_SHOWN]
     ]
     head = ("image", "visits", "relative loss", "in the newer half", "z", "")
-    return section(title, Paragraph(note, "soft"), table(head, rows))
+    return section(title, *remarks, Paragraph(note, "soft"), table(head, rows))

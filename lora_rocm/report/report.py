@@ -77,6 +77,7 @@ from lora_rocm.rundir.event_types import (
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.results import faults_of_finished, named_paths, read_result, result_files
 from lora_rocm.rundir.run_view import RunView
+from lora_rocm.rundir.sample_losses import read_losses
 
 MAX_ROUNDS = 12
 MAX_STORIES = 500
@@ -144,7 +145,7 @@ def write_report(run_dir: RunDir, registry: FamilyRegistry = FAMILIES) -> Path:
             _before_after(facts),
             _curves(facts),
             spikes_section(view.steps),
-            images_section(hinted_losses(facts.run_dir, facts.recipe)),
+            _images(facts),
             _previews(facts),
             _concept(facts, headline=False),
             _guard(facts),
@@ -321,6 +322,11 @@ def _measures(facts: ReportData) -> dict[str, list[Point]]:
         for name, value in event.measures.items():
             found[name][event.updates] = value
     return {name: sorted(values.items()) for name, values in found.items()}
+
+
+def _images(facts: ReportData) -> ReportBox | None:
+    losses = read_losses(facts.run_dir.all_losses())
+    return images_section(hinted_losses(losses, facts.recipe), losses.lost_after(facts.view.updates - 1))
 
 
 def _previews(facts: ReportData) -> ReportBox | None:
