@@ -35,7 +35,7 @@ class FolderLosses:
 
     Attributes:
         run_dir: the run.
-        losses: the losses of all its images; those of this folder have names relative to it.
+        losses: the losses of all its images. Names of this folder's images are relative to it.
     """
 
     run_dir: RunDir
