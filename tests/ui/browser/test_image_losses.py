@@ -7,9 +7,9 @@ from tests.ui.test_image_losses import BAD, NAMES, trained, write_images
 
 
 def test_an_image_that_is_never_learned_is_found_and_examined(tab: Tab) -> None:
-    folder = write_images(tab.folder / "losses of pictures")
+    folder = write_images(tab.folder / "image losses")
     trained(tab.run("with losses"), folder)
-    page = tab.open("/images/view?dir=losses+of+pictures")
+    page = tab.open("/images/view?dir=image+losses")
     page.locator("#shown", has_text=str(len(NAMES))).wait_for()
     page.get_by_label("Losses in").wait_for()
     page.locator("#filters [name=sort]").select_option("loss")
