@@ -183,7 +183,7 @@ def test_a_resume_names_the_steps_that_a_damaged_block_costs(
     found = read_losses([file])
     assert bool(found.lost_after(7)) == (damaged is not None)
     written(file, keep + 1, keep + 1, said=said).close()
-    assert len(said) == bool(lost) and (not said or f"from step {lost} " in said[0])
+    assert len(said) == bool(lost) and (not said or f" {lost} " in said[0])
     assert read_losses([file]).ends == {} and read_losses([file]).updates.max() == keep + 1
 
 

@@ -60,7 +60,7 @@ def test_the_grid_is_ordered_by_loss_and_shows_what_is_never_learned(site: Site)
 def test_the_editor_shows_the_curve_and_the_causes(site: Site) -> None:
     trained(site.run(), write_images(site.folder / "pictures"))
     text = site.get("/images/loss", dir="pictures", name=BAD)
-    assert "<still-chart" in text and t("images_losses.is_outlier") in text and "its caption is empty" in text
+    assert "<still-chart" in text and t("images_losses.is_outlier") in text and t("images_losses.no_hint") not in text
     assert "60 visits" in text and "a-run" in text
     other = site.get("/images/loss", dir="pictures", name=NAMES[0])
     assert "<still-chart" in other and t("images_losses.is_outlier") not in other
