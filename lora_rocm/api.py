@@ -17,11 +17,11 @@ from lora_rocm.commands.run_request import RunRequest
 from lora_rocm.commands.start_run import RunHandle, RunResult
 from lora_rocm.commands.start_run import start_run as _start_run
 from lora_rocm.errors import LoraRocmError
+from lora_rocm.page_parts.charts import Chart, Series
 from lora_rocm.recipe.load import LoadedRecipe
 from lora_rocm.recipe.load import load_recipe as _load_recipe
-from lora_rocm.report.figures import Smoothed
-from lora_rocm.report.html import chart
-from lora_rocm.report.svg_plot import Series
+from lora_rocm.report.figures import smoothed
+from lora_rocm.report.html import notebook_chart
 from lora_rocm.rundir.event_types import StepEvent
 from lora_rocm.rundir.run_view import RunView
 
@@ -152,11 +152,11 @@ class LossChart:
     @property
     def html(self) -> str:
         """The chart as a piece of HTML, which loads no other files."""
-        average, losses = Smoothed(), self.view.losses
-        smooth = [(step, value) for step, loss in losses if (value := average.add(loss)) is not None]
+        losses = self.view.losses
         name, state = self.view.run_dir.path.name, self.view.state
         caption = f"{name}: {state}, step {self.view.updates}. Grey: loss of each step; red: smoothed."
-        return chart(caption, [Series("loss", losses, "raw"), Series("smoothed", smooth, "smooth")], "step")
+        lines = [Series("loss", losses, "raw"), Series("smoothed", smoothed(losses), "smooth")]
+        return notebook_chart(Chart(caption, "step", lines))
 
     def _repr_html_(self) -> str:
         """Return the HTML. Jupyter calls a method of this name to show an object."""

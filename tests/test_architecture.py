@@ -42,6 +42,7 @@ ROOMS: dict[str, str] = {
     "planning": LIGHT,
     "cache_store": LIGHT,
     "processes": LIGHT,
+    "page_parts": LIGHT,
     "report": LIGHT,
     "supervisor": LIGHT,
     "device": HEAVY,

@@ -84,7 +84,8 @@ TABLES: dict[str, tuple[Callable[..., object], type, Functions]] = {
 }
 
 
-OF_THE_PAGE = {"ui/texts.toml", "ui/static/vendored/vendored.toml"}
+VENDORED = "static/vendored/vendored.toml"
+OF_THE_PAGE = {"page_parts/texts.toml", f"page_parts/{VENDORED}", f"ui/{VENDORED}"}
 """Other functions read them. Their tests are in tests/ui."""
 
 

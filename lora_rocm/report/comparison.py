@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_rocm.foundation.units import count_text, number_text
+from lora_rocm.page_parts.charts import Series
+from lora_rocm.page_parts.texts import t
 from lora_rocm.report.html import Paragraph, PictureTable, ReportBox, page, plot, preview, section, table
-from lora_rocm.report.svg_plot import Series
 
 PREVIEW_SIDE_PX = 256
 CLEAR_ERRORS = 2.0  # standard errors beyond which a difference counts
@@ -65,7 +66,10 @@ def comparison_page(
     points = [(one.updates, one.loss) for one in compared]
     samples = count_text(max((len(one.losses) for one in compared), default=0), "sample")
     head = ("", "held-out loss", f"standard error over {samples}")
-    losses = [table(head, rows), plot([Series("loss", points, "dots")], "step")]
+    losses = [
+        table(head, rows),
+        plot(t("report.held_out_loss"), [Series(t("run.loss"), points, "dots")], t("report.step")),
+    ]
     said, none = verdict(compared), UNKNOWN_LOSSES if holds_out else NO_LOSSES
     files = count_text(len(compared) - 1, "LoRA file")
     return page(
@@ -73,7 +77,7 @@ def comparison_page(
         title,
         [Paragraph(f"{files} of one run, from the same seeds", "soft"), *map(Paragraph, remarks)],
         [
-            section("Held-out loss", Paragraph(said or none), *(losses if said else ())),
+            section(t("report.held_out_loss"), Paragraph(said or none), *(losses if said else ())),
             *(_images(compared, prompts, number, strength) for number, strength in enumerate(strengths)),
         ],
     )
@@ -88,7 +92,7 @@ def _images(compared: Sequence[Compared], prompts: Sequence[str], number: int, s
         drawn = zip(one.images[first : first + len(prompts)], prompts, strict=True)
         cells = [preview(path, PREVIEW_SIDE_PX, f"{one.label}: {prompt}") for path, prompt in drawn]
         rows.append((one.label, cells))
-    return section(f"Strength {strength:g}", PictureTable(prompts, rows))
+    return section(t("report.strength", strength=f"{strength:g}"), PictureTable(prompts, rows))
 
 
 def verdict(compared: Sequence[Compared]) -> str:

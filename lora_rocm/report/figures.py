@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from lora_rocm.page_parts.charts import Point
 from lora_rocm.rundir.event_log import Steps
 from lora_rocm.rundir.event_types import StepEvent
 from lora_rocm.rundir.run_view import RunView
@@ -30,6 +32,12 @@ class Smoothed:
     @property
     def value(self) -> float | None:
         return self._sum / self._seen if self._seen else None
+
+
+def smoothed(curve: Iterable[Point], weight: float = 0.97) -> list[Point]:
+    """Return the moving average of a curve. weight: share of the old average, from 0 (none) to below 1."""
+    average = Smoothed(weight)
+    return [(updates, value) for updates, raw in curve if (value := average.add(raw)) is not None]
 
 
 class GuardCounts:

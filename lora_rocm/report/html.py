@@ -1,6 +1,7 @@
-"""The HTML pages of this program: their content as data, which the template ``page.html.j2`` renders.
+"""HTML pages that are single files: their content as data, which the template ``page.html.j2`` renders.
 
-All markup is in the template, which escapes every text. Only plots are inserted as markup (``report.svg_plot``).
+All markup is in templates, which escape every text. Only the still charts (``page_parts.charts``) and the program's own
+styles and scripts (``page_parts.inlined``) are inserted as markup.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from markupsafe import Markup
 
 from lora_rocm.foundation.bounded_read import check_plain, read_plain
 from lora_rocm.foundation.redact import private_of
-from lora_rocm.report.svg_plot import Series, line_plot
+from lora_rocm.page_parts.charts import Chart, Series
+from lora_rocm.page_parts.inlined import inlined_files
+from lora_rocm.page_parts.rendering import legible_value, new_environment
+from lora_rocm.report.stories import ShownProblem, Stories
 
 TEMPLATE, CHART_TEMPLATE = "page.html.j2", "chart.html.j2"
 MAX_SIDE_PX = 512
@@ -108,13 +112,49 @@ class PictureTable:
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot of several lines with common axes."""
+    """A chart of several lines with its title."""
 
     block: ClassVar = "plot"
-    svg: Markup
+    chart: Chart
 
 
-Block = Paragraph | Heading | Preformatted | Table | Picture | MissingImage | PictureTable | Plot
+@dataclass(frozen=True)
+class Badge:
+    """The state of a run, such as "finished"."""
+
+    block: ClassVar = "badge"
+    state: str
+
+
+@dataclass(frozen=True)
+class ProblemBox:
+    """The box with an error."""
+
+    block: ClassVar = "problem"
+    problem: ShownProblem
+
+
+@dataclass(frozen=True)
+class StoryList:
+    """The stories of a run."""
+
+    block: ClassVar = "stories"
+    stories: Stories
+
+
+Block = (
+    Paragraph
+    | Heading
+    | Preformatted
+    | Table
+    | Picture
+    | MissingImage
+    | PictureTable
+    | Plot
+    | Badge
+    | ProblemBox
+    | StoryList
+)
 
 
 @dataclass(frozen=True)
@@ -135,36 +175,27 @@ def page(title: str, heading: str, intro: Sequence[Block], sections: Iterable[Re
         sections: the boxes of the page; None entries are omitted.
     """
     kept = [section for section in sections if section is not None]
-    return _rendered(TEMPLATE, title=title, heading=heading, intro=intro, sections=kept)
+    has_charts = any(isinstance(block, Plot) for section in kept for block in section.blocks)
+    values = {"title": title, "heading": heading, "intro": intro, "sections": kept, "has_charts": has_charts}
+    return _rendered(TEMPLATE, own=inlined_files(), **values)
 
 
-def chart(caption: str, series: Sequence[Series], x_label: str) -> str:
-    """Return a plot with its own colours as a piece of HTML, for another program's page."""
-    return _rendered(CHART_TEMPLATE, caption=caption, svg=line_plot(series, x_label))
+def notebook_chart(chart: Chart) -> str:
+    """Return a still chart with its own colours as a piece of HTML, for another program's page."""
+    return _rendered(CHART_TEMPLATE, chart=chart)
 
 
 def _rendered(template: str, **values: object) -> str:
     """Fill in a template. Every text is escaped."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # here, because few commands write a page
-
     private = private_of(os.environ, platform.node(), ())
 
     def shown(value: object) -> object:
         """Remove home folders from a text of the page, because pages are sent to other people."""
         if not isinstance(value, str) or isinstance(value, Markup) or value.startswith(DATA):
-            return value
-        return private.without_homes(value)
+            return legible_value(value)
+        return legible_value(private.without_homes(value))
 
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        finalize=shown,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    return environment.get_template(template).render(**values)
+    return new_environment(Path(__file__).parent, shown).get_template(template).render(**values)
 
 
 def section(title: str, *parts: Block | None) -> ReportBox | None:
@@ -178,10 +209,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Table | None
     return Table(head, rows) if rows else None
 
 
-def plot(series: Sequence[Series], x_label: str) -> Plot | None:
-    """Return a plot, or None if there are no finite points."""
-    drawn = line_plot(series, x_label)
-    return Plot(drawn) if drawn else None
+def plot(title: str, series: Sequence[Series], x_label: str) -> Plot | None:
+    """Return a chart, or None if there are no finite points."""
+    chart = Chart(title, x_label, series)
+    return Plot(chart) if chart.lines else None
 
 
 def picture(path: Path, label: str, max_side_px: int = MAX_SIDE_PX) -> Picture | MissingImage:

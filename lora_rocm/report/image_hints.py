@@ -10,10 +10,11 @@ from statistics import median
 import numpy as np
 
 from lora_rocm.dataset.images.image_io import UnreadableImage, decode
+from lora_rocm.dataset.sources.equal_files import equal_files
 from lora_rocm.foundation.bounded_read import check_plain, read_plain
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.report.image_losses import MAX_SHOWN, ImageLoss, image_losses
-from lora_rocm.rundir.layout import RunDir
+from lora_rocm.report.image_losses import MAX_SHOWN, ImageLoss, RelativeLosses, judged
+from lora_rocm.rundir.sample_losses import SampleLosses
 
 MAX_IMAGE_BYTES = 1 << 28
 MAX_CAPTION_BYTES = 1 << 16
@@ -24,9 +25,9 @@ LEAST_COMPARED, MAX_COMPARED = 4, 12
 """Number of usual images that are decoded for this comparison."""
 
 
-def hinted_losses(run_dir: RunDir, recipe: Recipe | None) -> list[ImageLoss]:
+def hinted_losses(losses: SampleLosses, recipe: Recipe | None) -> list[ImageLoss]:
     """Return the loss of each image, with hints from the files of a run with one folder of images."""
-    found, data = image_losses(run_dir), recipe.data if recipe else None
+    found, data = judged(RelativeLosses.of(losses)), recipe.data if recipe else None
     if data is None or not data.path or not any(each.is_outlier for each in found):
         return found
     extensions = data.caption_extension
@@ -41,24 +42,27 @@ def with_hints(images: Sequence[ImageLoss], folder: Path, caption_extensions: Se
         folder: the folder of images.
         caption_extensions: extensions of the caption files, with a dot; the first file that exists counts.
     """
-    sizes = {each.name: size for each in images if (size := _size(folder, each.name)) is not None}
-    outliers = [each for each in images if each.is_outlier and each.name in sizes][:MAX_SHOWN]
-    usual = [each.name for each in images if not each.is_outlier and each.name in sizes]
+    names = [each.name for each in images if _is_in(folder, each.name)]
+    outliers = [each for each in images if each.is_outlier and each.name in names][:MAX_SHOWN]
+    usual = [each.name for each in images if not each.is_outlier and each.name in names]
+    twins = dict[str, str]()
+    for group in equal_files([folder / name for name in names]):
+        first, second = names[group[0]], names[group[1]]
+        twins |= {names[place]: first for place in group[1:]} | {first: second}
     known = [value for name in usual[:: max(len(usual) // MAX_COMPARED, 1)] if (value := _sharpness(folder / name))]
-    hints = {each.name: _hints(each.name, folder, caption_extensions, sizes, known[:MAX_COMPARED]) for each in outliers}
+    hints = {each.name: _hints(each.name, folder, caption_extensions, twins, known[:MAX_COMPARED]) for each in outliers}
     return [replace(each, hints=hints.get(each.name, ())) for each in images]
 
 
 def _hints(
-    name: str, folder: Path, extensions: Sequence[str], sizes: Mapping[str, int], sharpness: Sequence[float]
+    name: str, folder: Path, extensions: Sequence[str], twins: Mapping[str, str], sharpness: Sequence[float]
 ) -> tuple[str, ...]:
-    """Return the hints of one image. sizes: bytes of all images. sharpness: of usual images."""
+    """Return the hints of one image. twins: another image with the same content. sharpness: of usual images."""
     found = []
     if _has_empty_caption(folder / name, extensions):
         found.append("its caption is empty")
-    twins = (other for other, size in sizes.items() if size == sizes[name] and other != name)
-    if (twin := next((other for other in twins if _same(folder / name, folder / other)), None)) is not None:
-        found.append(f"the same file as {twin}, perhaps with another caption")
+    if name in twins:
+        found.append(f"the same file as {twins[name]}, perhaps with another caption")
     own = _sharpness(folder / name) if len(sharpness) >= LEAST_COMPARED else None
     if own is not None and own < BLURRED * median(sharpness):
         found.append("less sharp than the other images")
@@ -79,15 +83,16 @@ def _sharpness(path: Path) -> float | None:
     return float(laplacian.var())
 
 
-def _size(folder: Path, name: str) -> int | None:
-    """Return the size of a file in a folder; None if it is missing, not regular, or elsewhere."""
+def _is_in(folder: Path, name: str) -> bool:
+    """Whether a regular file is in a folder; False if it is missing, too large, or a link to elsewhere."""
     path = folder / name
     try:
         if not path.resolve().is_relative_to(folder.resolve()):
-            return None
-        return check_plain(path, MAX_IMAGE_BYTES)
+            return False
+        check_plain(path, MAX_IMAGE_BYTES)
     except (OSError, ValueError):
-        return None
+        return False
+    return True
 
 
 def _has_empty_caption(image: Path, extensions: Sequence[str]) -> bool:
@@ -97,10 +102,3 @@ def _has_empty_caption(image: Path, extensions: Sequence[str]) -> bool:
         except (OSError, ValueError):  # missing, or not readable
             continue
     return False
-
-
-def _same(one: Path, other: Path) -> bool:
-    try:
-        return read_plain(one, MAX_IMAGE_BYTES) == read_plain(other, MAX_IMAGE_BYTES)
-    except OSError:
-        return False

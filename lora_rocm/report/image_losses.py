@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from lora_rocm.page_parts.charts import Point
+from lora_rocm.page_parts.texts import t
 from lora_rocm.report.html import Paragraph, ReportBox, section, table
-from lora_rocm.rundir.layout import RunDir
-from lora_rocm.rundir.sample_losses import SampleLosses, read_losses
+from lora_rocm.rundir.sample_losses import SampleLosses
 
 LEAST_VISITS = 20
 LEAST_IMAGES = 8
@@ -28,6 +29,8 @@ SIGMA_OF_MAD = 1.4826
 """Standard deviation of a normal distribution, divided by its median absolute deviation."""
 LEAST_SPREAD = 0.01
 """Smallest spread of the images' logarithms, so that almost equal images do not make one of them an outlier."""
+PART_VISITS, MAX_PARTS = 5, 12
+"""Least visits for a point of an image's curve, and most points."""
 MAX_SHOWN = 20
 """Number of images that the report lists, the most unusual ones."""
 
@@ -55,23 +58,47 @@ class ImageLoss:
     hints: tuple[str, ...] = ()
 
 
-def image_losses(run_dir: RunDir) -> list[ImageLoss]:
-    """Return the loss of each image with enough visits, the most unusual one first; empty if there are too few."""
-    return judged(read_losses(run_dir.all_losses()))
+@dataclass(frozen=True)
+class RelativeLosses:
+    """Losses relative to the mean at their noise levels, in the order of training.
+
+    above: logarithm of the loss, less the mean logarithm at its noise level.
+    """
+
+    names: tuple[str, ...]
+    updates: NDArray[np.int64]
+    sample: NDArray[np.int64]
+    above: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, losses: SampleLosses) -> RelativeLosses:
+        known = losses.loss > 0  # a weight of 0 at some noise levels gives a loss of 0
+        order = losses.updates[known].argsort(kind="stable")
+        logs, position = np.log(losses.loss[known]), losses.position[known]
+        above = _above_usual(logs, position) if len(logs) else logs
+        return cls(losses.names, losses.updates[known][order], losses.sample[known][order], above[order])
+
+    def curve(self, name: str) -> tuple[list[Point], list[Point]]:
+        """Return the mean of an image over its visits, and the mean of all images in the same updates.
+
+        Each point has ``PART_VISITS`` visits of the image or more. The means are ratios, as in ``ImageLoss``.
+        """
+        own = np.flatnonzero(self.sample == self.names.index(name))
+        found, usual = list[Point](), list[Point]()
+        for part in np.array_split(own, max(1, min(MAX_PARTS, len(own) // PART_VISITS))):
+            between = slice(*np.searchsorted(self.updates, (self.updates[part[0]], self.updates[part[-1]] + 1)))
+            updates = float(self.updates[part].mean().round())
+            found.append((updates, math.exp(self.above[part].mean())))
+            usual.append((updates, math.exp(self.above[between].mean())))
+        return found, usual
 
 
-def judged(losses: SampleLosses) -> list[ImageLoss]:
+def judged(losses: RelativeLosses) -> list[ImageLoss]:
     """Return the judged images, the one with the highest z first.
 
     Images with fewer than ``LEAST_VISITS`` visits are omitted. With fewer than ``LEAST_IMAGES`` others, all are.
     """
-    # Compare each loss with the mean at its noise level
-    known = losses.loss > 0  # a weight of 0 at some noise levels gives a loss of 0
-    sample, order = losses.sample[known], losses.updates[known].argsort(kind="stable")
-    if len(sample) == 0:
-        return []
-    above = _above_usual(np.log(losses.loss[known]), losses.position[known])
-    sample, above = sample[order], above[order]
+    sample, above = losses.sample, losses.above
     # The means of each image, over all of its visits and the newer half
     counts = np.bincount(sample, minlength=len(losses.names))
     enough = np.flatnonzero(counts >= LEAST_VISITS)
@@ -115,14 +142,18 @@ def _scores(values: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
     return scores
 
 
-def images_section(images: Sequence[ImageLoss]) -> ReportBox | None:
-    """The section of the report about images that are never learned; None if there is too little to judge."""
+def images_section(images: Sequence[ImageLoss], lost: Sequence[str] = ()) -> ReportBox | None:
+    """The section of the report about images that are never learned; None if there is too little to judge.
+
+    ``lost``: sentences about damaged files of losses.
+    """
+    title, outliers = t("images_losses.title"), [each for each in images if each.is_outlier]
+    remarks = [Paragraph(text, "bad") for text in lost]
     if not images:
-        return None
-    title, outliers = "Images that are never learned", [each for each in images if each.is_outlier]
+        return section(title, *remarks)
     if not outliers:
         about = f"None of the {len(images)} images with at least {LEAST_VISITS} visits has a loss far above the others."
-        return section(title, Paragraph(about, "good"))
+        return section(title, *remarks, Paragraph(about, "good"))
     note = (
         f"Each loss is compared with the mean at its noise level; 1.00 is usual. z is the distance from the other "
         f"images; an image is listed from {OUTLIER_Z:g} on. It may be blurred, a duplicate, or have a wrong caption."
@@ -132,4 +163,4 @@ def images_section(images: Sequence[ImageLoss]) -> ReportBox | None:
         for each in outliers[:MAX_SHOWN]
     ]
     head = ("image", "visits", "relative loss", "in the newer half", "z", "")
-    return section(title, Paragraph(note, "soft"), table(head, rows))
+    return section(title, *remarks, Paragraph(note, "soft"), table(head, rows))

@@ -1,16 +1,12 @@
-"""Texts about a run's failures, mitigations and restarts, and their section of the report."""
+"""Texts about a run's failures, mitigations and restarts."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
-from lora_rocm.report.html import Block, Heading, Paragraph, Preformatted, ReportBox, section, table
 from lora_rocm.rundir.event_types import ChangeEvent, FailureEvent, RestartEvent
 from lora_rocm.rundir.incidents import Trouble
 
-MAX_LOGS, MAX_LOG_LINES = 10, 40
-DAY = "%Y-%m-%d %H:%M:%S"
 SAME = (
     "with the same samples and noise, the result equals an undisturbed run's, byte for byte if the kernels are "
     "deterministic (the CPU, or runtime.deterministic)."
@@ -76,30 +72,3 @@ def promise(events: Iterable[Trouble]) -> str:
         return OTHER_NOISE
     effects = {event.effect for event in found if isinstance(event, ChangeEvent)}
     return UNCHANGED if not effects else EXACT if effects == {"exact"} else ROUNDING
-
-
-def trouble_section(events: list[Trouble]) -> ReportBox | None:
-    """The section of the report about these events; None if there are none."""
-    if not events:
-        return None
-    restarts = [event for event in events if isinstance(event, RestartEvent)]
-    times = {0: "never", 1: "once"}.get(len(restarts), f"{len(restarts)} times")
-    rows = [(time.strftime(DAY, time.localtime(event.time)), event.type, trouble_text(event)) for event in events]
-    failures = [event for event in events if isinstance(event, FailureEvent)]
-    logs = [part for event in failures[-MAX_LOGS:] for part in _logs(event)]
-    return section(
-        "Restarts and changes",
-        Paragraph(f"The training process was started again {times}."),
-        Paragraph(promise(events)),
-        table(("when", "", "what"), rows),
-        *logs,
-    )
-
-
-def _logs(failure: FailureEvent) -> Iterator[Block]:
-    """The last lines of the worker's log and of the kernel log before a failure."""
-    said = failure.what.splitlines()[1:]
-    for whose, lines in (("Worker's log", said), ("Kernel log", failure.kernel_log)):
-        if lines:
-            yield Heading(f"{whose}, failure after step {failure.updates}")
-            yield Preformatted("\n".join(map(str, lines[-MAX_LOG_LINES:])))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from lora_rocm.foundation.units import number_text
+from lora_rocm.page_parts.texts import t
 from lora_rocm.report.html import Paragraph, ReportBox, section, table
 from lora_rocm.rundir.event_types import StepEvent
 
@@ -78,7 +79,7 @@ def spikes_section(steps: Sequence[StepEvent]) -> ReportBox | None:
     """The section of the report about outlier steps; None if there are too few steps."""
     if len(steps) <= LEAST_STEPS:
         return None
-    title, found = "Outlier steps", spikes(steps)
+    title, found = t("report.outlier_steps"), spikes(steps)
     if not found:
         return section(title, Paragraph("None: no step's loss or gradient is far above those before it.", "good"))
     note = (

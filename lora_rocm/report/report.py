@@ -10,7 +10,7 @@ import os
 import platform
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +24,23 @@ from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.foundation.units import count_text, number_text, rate_text, size_text, time_text, times_text
 from lora_rocm.model_files.peft_folder import peft_folders
 from lora_rocm.model_files.readers import PROGRAMS, readers_line
+from lora_rocm.page_parts.charts import Point, Series
+from lora_rocm.page_parts.texts import t
 from lora_rocm.recipe.load import MAX_RECIPE_BYTES, load_recipe
 from lora_rocm.recipe.saved_recipe import recipe_fault
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.report.concept_text import ADVICE, concept_quality, is_headline
-from lora_rocm.report.figures import GuardCounts, Smoothed
+from lora_rocm.report.figures import GuardCounts, smoothed
 from lora_rocm.report.html import (
+    Badge,
     Block,
     Heading,
     Paragraph,
     PictureTable,
     Preformatted,
+    ProblemBox,
     ReportBox,
+    StoryList,
     page,
     picture,
     plot,
@@ -45,9 +50,9 @@ from lora_rocm.report.html import (
 )
 from lora_rocm.report.image_hints import hinted_losses
 from lora_rocm.report.image_losses import images_section
-from lora_rocm.report.incident_texts import failure_text, trouble_section
+from lora_rocm.report.incident_texts import failure_text
 from lora_rocm.report.outliers import spikes_section
-from lora_rocm.report.svg_plot import Point, Series
+from lora_rocm.report.stories import problem_of, stories_of
 from lora_rocm.report.telemetry_section import telemetry_section
 from lora_rocm.report.vram_spill import spilled
 from lora_rocm.rundir.event_types import (
@@ -62,6 +67,7 @@ from lora_rocm.rundir.event_types import (
     IncidentEvent,
     PhaseEvent,
     RepairedEvent,
+    RestartEvent,
     StartEvent,
     StepEvent,
     TelemetryEvent,
@@ -71,8 +77,10 @@ from lora_rocm.rundir.event_types import (
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.results import faults_of_finished, named_paths, read_result, result_files
 from lora_rocm.rundir.run_view import RunView
+from lora_rocm.rundir.sample_losses import read_losses
 
 MAX_ROUNDS = 12
+MAX_STORIES = 500
 MAX_PROMPTS = 8
 MAX_WRONG = 200
 PREVIEW_SIDE_PX = 256
@@ -137,11 +145,11 @@ def write_report(run_dir: RunDir, registry: FamilyRegistry = FAMILIES) -> Path:
             _before_after(facts),
             _curves(facts),
             spikes_section(view.steps),
-            images_section(hinted_losses(facts.run_dir, facts.recipe)),
+            _images(facts),
             _previews(facts),
             _concept(facts, headline=False),
             _guard(facts),
-            trouble_section(view.trouble),
+            _stories(facts),
             _repaired(facts),
             _exports(facts),
             _data(facts),
@@ -168,12 +176,14 @@ def _headline(facts: ReportData) -> list[Block]:
     at = f"step {view.updates} of {'?' if view.max_train_steps is None else view.max_train_steps}"
     if view.outcome == "finished":
         finished = count_text(facts.result.get("updates") or view.updates, "step")
-        return [*said_of_recipe, Paragraph(f"Finished: {finished}.", "good")]
+        return [Badge("finished"), *said_of_recipe, Paragraph(f"Finished: {finished}.", "good")]
     match view.end or view.hang:
-        case ErrorEvent(what=what, fix=fix):
-            return [*said_of_recipe, Paragraph(f"Ended at {at}: {what}", "bad"), Paragraph(fix, "soft")]
+        case ErrorEvent() as error:
+            box = problem_of(error)
+            return [Badge("failed"), *said_of_recipe, ProblemBox(replace(box, what=f"Ended at {at}: {box.what}"))]
         case FailureEvent() as hang:
-            return [*said_of_recipe, Paragraph(f"Ended at {at}: {failure_text(hang)}", "bad")]
+            box = replace(problem_of(hang), what=f"Ended at {at}: {failure_text(hang)}")
+            return [Badge("failed"), *said_of_recipe, ProblemBox(box)]
     return [*said_of_recipe, Paragraph(f"Not finished: {at}. Continue with --resume latest.", "bad")]
 
 
@@ -188,7 +198,7 @@ def _usage(facts: ReportData) -> ReportBox | None:
     ]
     lost = [Paragraph(text, "bad") for text in facts.view.files.lost]
     if not rows:
-        return section("Files and how to use them", *lost) if lost else None
+        return section(t("report.files_and_how_to_use_them"), *lost) if lost else None
     # How to use the files in each program
     hints, lora = list[Block](), facts.run_dir.lora
     if lora.exists():
@@ -215,7 +225,7 @@ def _usage(facts: ReportData) -> ReportBox | None:
     trigger = facts.recipe.data.trigger_word if facts.recipe else None
     if trigger:
         hints.append(Paragraph(f"Use the trigger word in the prompt: {trigger}"))
-    return section("Files and how to use them", table(("file", "size", ""), rows), *lost, *hints)
+    return section(t("report.files_and_how_to_use_them"), table(("file", "size", ""), rows), *lost, *hints)
 
 
 def _file_size(path: Path) -> str:
@@ -243,17 +253,17 @@ def _concept(facts: ReportData, headline: bool) -> ReportBox | None:
     if headline:
         about = Paragraph(f"{quality}; {control}" if quality else control, "soft")
         score = Paragraph(f"{found.score:.2f}", "big")
-        return section("Has it learned the concept?", score, about, Paragraph(meaning), distances)
+        return section(t("report.has_it_learned_the_concept"), score, about, Paragraph(meaning), distances)
     numbers = Paragraph(f"Concept score {found.score:.2f}{f' ({quality})' if quality else ''}; {control}.")
     advice = [] if found.demo else [Paragraph(ADVICE)]
-    title = "Are the previews nearer to the training images?"
+    title = t("report.are_the_previews_nearer_to_the_training_images")
     return section(title, numbers, Paragraph(meaning), *advice, distances)
 
 
 def _before_after(facts: ReportData) -> ReportBox | None:
     path = facts.run_dir.before_after
     is_own = path.exists() and facts.run_dir.holds(path)
-    return section("Before and after", picture(path, "before and after", GRID_SIDE_PX)) if is_own else None
+    return section(t("report.before_and_after"), picture(path, "before and after", GRID_SIDE_PX)) if is_own else None
 
 
 def _curves(facts: ReportData) -> ReportBox | None:
@@ -284,19 +294,14 @@ def _curves(facts: ReportData) -> ReportBox | None:
     ]
     parts = list[Block]()
     for title, series in plots:
-        if drawn := plot(series, "step"):
-            parts += [Heading(title), drawn]
-    return section("Curves", *parts)
+        if drawn := plot(title, series, t("report.step")):
+            parts.append(drawn)
+    return section(t("run.curves"), *parts)
 
 
 def _smoothed_plot(name: str, points: list[Point]) -> tuple[str, list[Series]]:
-    average, smooth = Smoothed(), []
-    for updates, value in points:
-        now = average.add(value)
-        if now is not None:
-            smooth.append((updates, now))
-    title = f"{name.capitalize()} (grey: each step; line: smoothed)"
-    return title, [Series(name, points, "raw"), Series("smoothed", smooth, "smooth")]
+    lines = [Series(t("run.each_step"), points, "raw"), Series(t("run.smoothed"), smoothed(points), "smooth")]
+    return name.capitalize(), lines
 
 
 def _held_out_plots(name: str, losses: list[Point], are_entropies: bool) -> Iterator[tuple[str, list[Series]]]:
@@ -319,6 +324,11 @@ def _measures(facts: ReportData) -> dict[str, list[Point]]:
     return {name: sorted(values.items()) for name, values in found.items()}
 
 
+def _images(facts: ReportData) -> ReportBox | None:
+    losses = read_losses(facts.run_dir.all_losses())
+    return images_section(hinted_losses(losses, facts.recipe), losses.lost_after(facts.view.updates - 1))
+
+
 def _previews(facts: ReportData) -> ReportBox | None:
     # The files; links to files outside of the run are not opened
     rounds = [(updates, sorted(folder.glob("[0-9]*.*"))) for updates, folder in facts.run_dir.list_samples()]
@@ -330,7 +340,7 @@ def _previews(facts: ReportData) -> ReportBox | None:
         Paragraph(f"Not shown: {count_text(links, 'link')} to files outside of the run.", "bad") if links else None
     )
     if not rounds:
-        return section("Previews over time", outside) if outside else None
+        return section(t("report.previews_over_time"), outside) if outside else None
     # Evenly chosen rounds, and the first prompts
     num_rounds = len(rounds)
     if num_rounds > MAX_ROUNDS:
@@ -348,7 +358,7 @@ def _previews(facts: ReportData) -> ReportBox | None:
     left_out += [f"{len(rounds)} of {num_rounds} rounds"] if len(rounds) < num_rounds else []
     note = f"Shown are {' and '.join(left_out)}; all previews are in the folder samples of the run." if left_out else ""
     said = Paragraph(note, "soft") if note else None
-    return section("Previews over time", outside, said, PictureTable(head, rows))
+    return section(t("report.previews_over_time"), outside, said, PictureTable(head, rows))
 
 
 def _guard(facts: ReportData) -> ReportBox | None:
@@ -362,12 +372,7 @@ def _guard(facts: ReportData) -> ReportBox | None:
     counts = Paragraph(f"{counted.checks} transfers were checked, {sentence}.", "bad" if failures else "good")
     kinds = Counter(incident.kind for incident in incidents)
     summary = Paragraph(", ".join(f"{count} x {kind}" for kind, count in kinds.items())) if kinds else None
-    rows = [
-        (event.iteration, event.kind, event.detail, event.action, ", ".join(map(str, event.samples or ())))
-        for event in incidents
-    ]
-    head = ("iteration", "kind", "what", "what was done", "samples")
-    return section("Guard", counts, _canaries(facts), summary, table(head, rows))
+    return section(t("report.guard"), counts, _canaries(facts), summary)
 
 
 def _canaries(facts: ReportData) -> Paragraph | None:
@@ -382,6 +387,15 @@ def _canaries(facts: ReportData) -> Paragraph | None:
     return Paragraph(f"{sentence}: always correct.", "good")
 
 
+def _stories(facts: ReportData) -> ReportBox | None:
+    """The box with what happened, the same stories as on the page of the run; None if nothing did."""
+    stories = stories_of(facts.view, MAX_STORIES)
+    restarts = sum(isinstance(event, RestartEvent) for event in facts.view.trouble)
+    times = f"The training process was started again {times_text(restarts)}."
+    shown = [Paragraph(times) if restarts else None, StoryList(stories)] if stories.found else []
+    return section(t("run.stories"), *shown)
+
+
 def _repaired(facts: ReportData) -> ReportBox | None:
     repaired = facts.view.all(RepairedEvent)
     if not repaired:
@@ -392,7 +406,7 @@ def _repaired(facts: ReportData) -> ReportBox | None:
     advice = "Many of them, or more in every run, point to a failing disk: lora-rocm cache verify reads every entry."
     rows = [(event.kind, event.item, event.reason) for event in repaired]
     head = ("entry", "image or caption", "what was wrong")
-    return section("Cache", Paragraph(what, "bad"), Paragraph(advice, "soft"), table(head, rows))
+    return section(t("report.cache"), Paragraph(what, "bad"), Paragraph(advice, "soft"), table(head, rows))
 
 
 def _exports(facts: ReportData) -> ReportBox | None:
@@ -413,7 +427,7 @@ def _exports(facts: ReportData) -> ReportBox | None:
         "soft",
     )
     head = ("file", "format", "largest difference", "programs that cannot read it")
-    return section("Exports, loaded back", table(head, rows), note) if rows else None
+    return section(t("report.exports_loaded_back"), table(head, rows), note) if rows else None
 
 
 def _data(facts: ReportData) -> ReportBox | None:
@@ -423,14 +437,14 @@ def _data(facts: ReportData) -> ReportBox | None:
     aside = [(problem["where"], problem["what"], problem.get("fix", "")) for problem in data.set_aside]
     buckets = sorted(data.buckets.items(), key=lambda pair: -pair[1])
     return section(
-        "Data",
+        t("report.data"),
         Paragraph(
             f"{count_text(data.samples, 'sample')}, {count_text(data.steps_per_epoch, 'step')} per epoch, "
             f"{len(aside)} skipped."
         ),
         *(Paragraph(notice) for notice in data.notices),
-        *_titled("Skipped", table(("sample", "why", "what to do"), aside)),
-        *_titled("Buckets", table(("size", "samples"), buckets)),
+        *_titled(t("report.skipped"), table(("sample", "why", "what to do"), aside)),
+        *_titled(t("report.buckets"), table(("size", "samples"), buckets)),
     )
 
 
@@ -460,17 +474,17 @@ def _timings(facts: ReportData) -> ReportBox | None:
         for text in spilled(facts.environment, device, facts.view.log.in_order(StartEvent, ChangeEvent, StepEvent))
     ]
     often = Paragraph(f"Started {starts} times.") if starts > 1 else None
-    return section("Timings", table((), rows), *slow, note, often)
+    return section(t("report.timings"), table((), rows), *slow, note, often)
 
 
 def _recipe(facts: ReportData) -> ReportBox | None:
     if not facts.run_dir.holds(facts.run_dir.recipe):
-        return section("Recipe", Paragraph("Not shown: it is a link to a file outside of the run.", "bad"))
+        return section(t("report.recipe"), Paragraph("Not shown: it is a link to a file outside of the run.", "bad"))
     try:
         text = read_plain(facts.run_dir.recipe, MAX_RECIPE_BYTES).decode("utf-8", "replace")
     except OSError:
         return None
-    return section("Recipe", Preformatted(text))
+    return section(t("report.recipe"), Preformatted(text))
 
 
 def readable(value: object) -> str:
@@ -502,7 +516,7 @@ def _environment(facts: ReportData) -> ReportBox | None:
     rows_of_plan = [row for row in variables if isinstance(row, dict)] if isinstance(variables, list) else []
     planned = [(row.get("variable"), row.get("value"), row.get("why")) for row in rows_of_plan]
     return section(
-        "Environment",
+        t("report.environment"),
         table((), rows),
-        *_titled("Variables set for the training process", table(("variable", "value", "why"), planned)),
+        *_titled(t("report.variables_set_for_the_training_process"), table(("variable", "value", "why"), planned)),
     )

@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 from lora_rocm.foundation.units import count_text, size_text
+from lora_rocm.page_parts.charts import Point, Series
+from lora_rocm.page_parts.texts import t
 from lora_rocm.report.html import Block, Heading, Paragraph, ReportBox, plot, section, table
-from lora_rocm.report.svg_plot import Point, Series
 from lora_rocm.rundir.event_types import AlarmEvent, TelemetryEvent
 
 MAX_ALARMS = 20
@@ -32,7 +33,7 @@ def telemetry_section(readings: Sequence[TelemetryEvent], alarms: Sequence[Alarm
         parts.append(Paragraph(f"... and {count_text(len(alarms) - MAX_ALARMS, 'more warning')}"))
     for gpu, of_gpu in by_gpu.items():
         parts += _about_gpu(gpu, of_gpu)
-    return section("GPU", *parts, Paragraph(ABOUT, "soft") if by_gpu else None)
+    return section(t("report.gpu"), *parts, Paragraph(ABOUT, "soft") if by_gpu else None)
 
 
 def _about_gpu(gpu: str, events: Sequence[TelemetryEvent]) -> Iterator[Block | None]:
@@ -71,7 +72,5 @@ def _plot(title: str, events: Sequence[TelemetryEvent], values: Sequence[float |
     points: list[Point] = [
         ((event.time - began_s) / 60, value) for event, value in zip(events, values, strict=True) if value is not None
     ]
-    drawn = plot([Series(title, points)], "minutes") if len(points) > 1 else None
-    if drawn is not None:
-        yield Heading(title)
-        yield drawn
+    if len(points) > 1:
+        yield plot(title, [Series(title, points)], t("report.minutes"))

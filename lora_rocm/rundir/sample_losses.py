@@ -17,7 +17,7 @@ import math
 import struct
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -45,6 +45,7 @@ class SampleLosses:
     """The recorded losses, in the order of training; all arrays have one element per visit of a sample.
 
     names: names of the samples. sample: index in ``names``. position: in the noise schedule, 0 image to 1 noise.
+    ends: for each file with bytes that are not an intact block, the last step before them.
     """
 
     names: tuple[str, ...]
@@ -52,6 +53,18 @@ class SampleLosses:
     sample: NDArray[np.int64]
     position: NDArray[np.float64]
     loss: NDArray[np.float64]
+    ends: Mapping[Path, int] = field(default_factory=dict)
+
+    def lost_after(self, updates: int) -> list[str]:
+        """Return sentences about files in which steps up to ``updates`` are damaged.
+
+        A torn end of the newest step is normal, and is not mentioned.
+        """
+        return [
+            f"The losses of single images after step {end} cannot be read, because {path.name} is damaged there."
+            for path, end in self.ends.items()
+            if end < updates
+        ]
 
 
 @dataclass
@@ -61,7 +74,7 @@ class LossWriter:
     Attributes:
         path: the file.
         keep: number of updates that are kept. Later ones are cut off, because they are trained again.
-        notice: receives a sentence if writing fails; nothing is recorded then.
+        notice: receives a sentence if recorded steps were damaged, or if writing fails; nothing is recorded then.
         max_bytes: size at which the recording ends.
     """
 
@@ -75,7 +88,9 @@ class LossWriter:
     _num_names: int = field(default=0, init=False)
 
     def begin(self) -> None:
-        """Cut off repeated updates and a torn tail, and open the file for appending.
+        """Cut off repeated updates and everything from a damaged block on, and open the file for appending.
+
+        The notice names the steps that are lost. A torn tail of a repeated step is normal, and is not mentioned.
 
         A file that another version of lora-rocm wrote is left unchanged, and nothing is recorded.
 
@@ -93,6 +108,12 @@ class LossWriter:
             blocks = _blocks(self.path)
             kept = bisect_right(blocks.updates, self.keep)
             end, num_names = (blocks.ends[kept - 1], blocks.num_names[kept - 1]) if kept else (0, 0)
+            if blocks.has_rest and blocks.last_updates < self.keep:
+                self.notice(
+                    f"The losses of single images from step {blocks.last_updates + 1} to {self.keep} are lost: "
+                    f"{self.path} is damaged at byte {max(end, len(HEADER))}, and was cut off there. "
+                    "Recording continues; the training is not affected."
+                )
             self._numbers = {name: number for number, name in enumerate(blocks.names[:num_names])}
             file.truncate(end)
             if not end:
@@ -151,15 +172,17 @@ def read_losses(paths: Sequence[Path]) -> SampleLosses:
     """Return the losses in the files of all ranks. Missing files are skipped, and all blocks after a damaged one."""
     numbers: dict[str, int] = {}
     rows, samples, updates = [np.empty(0, RECORD)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    ends = dict[Path, int]()
     for path in paths:
         blocks = _blocks(path)
         own = np.array([numbers.setdefault(name, len(numbers)) for name in blocks.names], np.int64)
+        ends |= {path: blocks.last_updates} if blocks.has_rest else {}
         rows.append(blocks.records)
         samples.append(own[blocks.records["sample"]])
         updates.append(np.repeat(np.array(blocks.updates, np.int64), blocks.num_rows))
     found, sample = np.concatenate(rows), np.concatenate(samples)
     position, loss = found["position"] / SCALE, found["loss"].astype(np.float64)
-    return SampleLosses(tuple(numbers), np.concatenate(updates), sample, position, loss)
+    return SampleLosses(tuple(numbers), np.concatenate(updates), sample, position, loss, ends)
 
 
 @dataclass
@@ -167,6 +190,7 @@ class _Blocks:
     """The intact blocks of a file, up to the first damaged one.
 
     updates, num_rows, num_names, ends: for each block its updates, rows, all names so far, and the offset of its end.
+    has_rest: whether there are bytes after them.
     """
 
     updates: list[int] = field(default_factory=list)
@@ -175,6 +199,11 @@ class _Blocks:
     ends: list[int] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     records: NDArray[np.void] = field(default_factory=lambda: np.empty(0, RECORD))
+    has_rest: bool = False
+
+    @property
+    def last_updates(self) -> int:
+        return self.updates[-1] if self.updates else 0
 
 
 def _is_of_another_kind(path: Path) -> bool:
@@ -224,6 +253,7 @@ def _blocks(path: Path) -> _Blocks:
         del found.names[found.num_names[bad - 1] if bad else 0 :]
         for each in (found.updates, found.num_rows, found.num_names, found.ends):
             del each[bad:]
+    found.has_rest = (found.ends[-1] if found.ends else len(HEADER)) < len(content)
     return found
 
 

@@ -4,9 +4,9 @@ Nothing here imports torch, asks a GPU, or stores a state. Recipes and captions 
 each page is computed from them. The server may end at any time: nothing is lost, and runs continue.
 
 A part of the page:
-    ``pages/NAME.py`` has its routes and ``PART``, ``templates/NAME.html.j2`` its markup, ``texts.toml`` its texts
-    under ``[NAME]``. A line in ``application.PARTS`` adds it to the navigation, in the order given there; its icon
-    is in the macro ``icon``. A part that is not built has no entry.
+    ``pages/NAME.py`` has its routes and ``PART``, ``templates/NAME.html.j2`` its markup, ``page_parts/texts.toml`` its
+    texts under ``[NAME]``. A line in ``application.PARTS`` adds it to the navigation, in the order given there; its
+    icon is in the macro ``icon``. A part that is not built has no entry.
 
 Handlers:
     Plain functions ``def name(request: Request) -> Response`` (Starlette runs them in threads), or ``async`` where
@@ -54,6 +54,7 @@ Long work:
 Markup:
     No inline script, style or event handler (``on...``, ``hx-on``, ``js:``), and no address outside: the policy of
     ``security.py`` stops them. Behaviour is in modules under ``static/``, colours are variables of ``page.css``.
+    Styles, macros, texts and charts are in the room ``page_parts``, because ``report.html`` has the same ones.
     All texts come from ``t("key")``, numbers have units (filters ``size``, ``duration``, ``rate``, ``number``).
 
 Tests:

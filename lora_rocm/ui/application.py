@@ -23,6 +23,8 @@ from lora_rocm.ui.rendering import problem, require_templates
 from lora_rocm.ui.security import RequestGuard
 
 STATIC = Path(__file__).with_name("static")
+SHARED: list[str | tuple[str, str]] = [("lora_rocm.page_parts", "static")]
+"""The package and folder of the files that single files contain as well."""
 PARTS: Sequence[Part] = (
     start.PART,
     image_part.PART,
@@ -58,7 +60,7 @@ def create_app(context: UiContext, host: str = "127.0.0.1") -> RequestGuard:
     require_templates()
     context.parts = PARTS
     routes: list[BaseRoute] = [route for part in PARTS for route in part.routes]
-    routes += [Route("/live", live_stream), Mount("/static", StaticFolder(directory=STATIC))]
+    routes += [Route("/live", live_stream), Mount("/static", StaticFolder(directory=STATIC, packages=SHARED))]
     handlers: Mapping[Any, Any] = {
         LoraRocmError: on_error,
         HTTPException: on_http_error,

@@ -12,6 +12,7 @@ from pathlib import Path
 from lora_rocm.commands.queue import QueuedRecipe, listed
 from lora_rocm.errors import LoraRocmError, UserError
 from lora_rocm.foundation.files import is_link, refuse_link
+from lora_rocm.page_parts.texts import t
 from lora_rocm.report.figures import RunProgress, progress_of
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.newest import is_run
@@ -21,7 +22,6 @@ from lora_rocm.ui.context import UiContext
 from lora_rocm.ui.edits import MISSING, EditConflict, Edits, SavedEdit, version_of
 from lora_rocm.ui.folders import Folders
 from lora_rocm.ui.run_list import newest_picture
-from lora_rocm.ui.texts import t
 
 INTERRUPTED = ("died", "stopped")
 """States of a run that ``queue run`` continues."""

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path, PurePath
+from pathlib import Path
 from urllib.parse import urlencode
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, nodes
-from markupsafe import Markup, escape
+from jinja2 import Environment, nodes
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
 from lora_rocm.commands.output import Failure
 from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, UserError
-from lora_rocm.foundation.terminal_text import legible
-from lora_rocm.foundation.units import count_text, number_text, rate_text, size_text, time_text
+from lora_rocm.page_parts.rendering import legible_value, new_environment
+from lora_rocm.page_parts.texts import require_texts
 from lora_rocm.ui.context import context_of
 from lora_rocm.ui.edits import EditConflict
-from lora_rocm.ui.texts import require_texts, t
 
 TEMPLATES = Path(__file__).with_name("templates")
 STATUS_OF = {
@@ -41,32 +39,9 @@ def url(path: str, **query: object) -> str:
 @cache
 def environment() -> Environment:
     """Return the environment of all templates."""
-    made = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        finalize=_shown,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        auto_reload=False,
-    )
-    made.globals["t"], made.globals["url"] = t, url
-    made.filters |= {
-        "size": size_text,
-        "number": number_text,
-        "duration": time_text,
-        "rate": rate_text,
-        "counted": count_text,
-        "exact": escape,  # of a text that the user edits: saving it must not change it
-    }
+    made = new_environment(TEMPLATES, legible_value)
+    made.globals["url"] = url
     return made
-
-
-def _shown(value: object) -> object:
-    """Escape controls and bidirectional marks in a text, so that a file's name cannot imitate another."""
-    if isinstance(value, str | PurePath) and not isinstance(value, Markup):
-        return legible(str(value), keep="\n\t")
-    return "" if value is None else value
 
 
 def require_templates() -> None:

@@ -11,16 +11,8 @@ from lora_rocm.errors import LoraRocmError
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.report.figures import RunProgress, progress_of
-from lora_rocm.report.incident_texts import promise, trouble_text
-from lora_rocm.rundir.event_types import (
-    ChangeEvent,
-    ErrorEvent,
-    FailureEvent,
-    IncidentEvent,
-    NoticeEvent,
-    RestartEvent,
-    TelemetryEvent,
-)
+from lora_rocm.report.stories import ShownProblem, problem_of
+from lora_rocm.rundir.event_types import TelemetryEvent
 from lora_rocm.rundir.heartbeat import read_heartbeat
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_view import RunView
@@ -31,9 +23,7 @@ from lora_rocm.ui.run_phases import ShownPhase, activity_of, phases_of
 SILENT_S = 60.0
 """Time without an event after which the page names it."""
 MAX_LOG_BYTES = 1 << 16
-MAX_STORIES = 50
 MAX_PROMPT_BYTES = 1 << 16
-DAY = "%Y-%m-%d %H:%M:%S"
 
 
 @dataclass(frozen=True)
@@ -69,9 +59,10 @@ class ShownDetails:
         return min(1.0, self.progress.updates / total) if total else None
 
     @property
-    def problem(self) -> FailureEvent | ErrorEvent | None:
-        """The event with which it failed, if it does not run."""
-        return None if self.view.is_running else self.view.problem
+    def problem(self) -> ShownProblem | None:
+        """The error with which it failed, if it does not run."""
+        event = None if self.view.is_running else self.view.problem
+        return None if event is None else problem_of(event)
 
 
 def details_of(view: RunView, launched: Launched | None) -> ShownDetails:
@@ -91,46 +82,6 @@ def details_of(view: RunView, launched: Launched | None) -> ShownDetails:
         launched.end_of_output if failed and launched is not None else "",
         not running and view.state != "finished" and view.run_dir.recipe.is_file(),
     )
-
-
-@dataclass(frozen=True)
-class Story:
-    """Something that happened to a run. kind: failure, change, restart, incident or notice."""
-
-    kind: str
-    when: str
-    text: str
-    detail: str = ""
-
-
-@dataclass(frozen=True)
-class Stories:
-    """The incidents of a run. meaning: their effect on the result; empty if there are none."""
-
-    found: Sequence[Story]
-    num_more: int
-    meaning: str
-
-
-def stories_of(view: RunView) -> Stories:
-    """Return a run's failures, changes, restarts, handled faults and notices, the newest first."""
-    trouble = [(event.time, _story(event, trouble_text(event))) for event in view.trouble]
-    handled = [(event.time, _handled(event)) for event in view.all(IncidentEvent) if event.kind != "fp16-overflow"]
-    notices = [(event.time, _story(event, event.text)) for event in view.all(NoticeEvent)]
-    found = sorted([*trouble, *handled, *notices], key=lambda pair: pair[0])[::-1]  # of one time, the last one first
-    stories = [story for _, story in found[:MAX_STORIES]]
-    return Stories(stories, len(found) - len(stories), promise(view.trouble) if view.trouble else "")
-
-
-def _story(event: FailureEvent | ChangeEvent | RestartEvent | NoticeEvent, text: str) -> Story:
-    detail = "\n".join(event.what.splitlines()[1:]) if isinstance(event, FailureEvent) else ""
-    return Story(event.type, time.strftime(DAY, time.localtime(event.time)), text, detail)
-
-
-def _handled(event: IncidentEvent) -> Story:
-    samples = f" ({', '.join(event.samples[:5])})" if event.samples else ""
-    text = f"{event.detail}{samples}: {event.action}."
-    return Story(event.type, time.strftime(DAY, time.localtime(event.time)), text)
 
 
 @dataclass(frozen=True)

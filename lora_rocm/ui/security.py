@@ -43,8 +43,6 @@ HEADERS: Mapping[str, str] = {
     "cache-control": "no-store",
 }
 """Headers of every answer that does not set them itself."""
-SANDBOX_POLICY = "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""Policy for a run's own pages (report.html), which are single files. They run no script and load nothing."""
 
 
 class Refusal(Exception):

@@ -11,8 +11,9 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
+from lora_rocm.report import image_losses
 from lora_rocm.report.image_hints import with_hints
-from lora_rocm.report.image_losses import LEAST_VISITS, ImageLoss, images_section, judged
+from lora_rocm.report.image_losses import LEAST_VISITS, ImageLoss, RelativeLosses, images_section
 from lora_rocm.report.report import write_report
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.sample_losses import LossWriter, SampleLosses
@@ -33,6 +34,10 @@ def simulated(visits: int = 40, factors: dict[int, tuple[float, float]] | None =
         is_late = updates > len(updates) // 2
         loss[sample == image] *= np.where(is_late, late, early)[sample == image]
     return SampleLosses(tuple(f"{number}.png" for number in range(IMAGES)), updates, sample, position, loss)
+
+
+def judged(losses: SampleLosses) -> list[ImageLoss]:
+    return image_losses.judged(RelativeLosses.of(losses))
 
 
 def only(losses: SampleLosses, rows: NDArray[np.bool_]) -> SampleLosses:
@@ -146,3 +151,20 @@ def test_the_report_lists_them(tmp_path: Path) -> None:
     page = write_report(run_dir).read_text(encoding="utf-8")
     assert "&lt;b&gt;7&lt;/b&gt;.png" in page and "<b>7</b>" not in page and ">3.png" not in page
     assert images_section([]) is None and images_section([replace(outlier("a"), is_outlier=False)]) is not None
+
+
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_the_report_names_damaged_losses(tmp_path: Path, is_damaged: bool) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    write_whole_run(run_dir)
+    writer = LossWriter(run_dir.losses(0), 0, pytest.fail)
+    writer.begin()
+    for updates in range(1, 41):
+        writer.record(updates, ["a.png"], [0.5], [1.0])
+    writer.close()
+    if is_damaged:
+        content = bytearray(run_dir.losses(0).read_bytes())
+        content[len(content) // 2] ^= 1
+        run_dir.losses(0).write_bytes(content)
+    html = write_report(run_dir).read_text(encoding="utf-8")
+    assert ("losses.rank0.bin" in html) == is_damaged

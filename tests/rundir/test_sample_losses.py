@@ -159,3 +159,39 @@ def test_the_files_of_all_ranks_are_one(tmp_path: Path) -> None:
     found = read_losses(run_dir.all_losses())
     assert len(found.loss) == 8 and len(found.names) == 3
     assert np.bincount(found.sample).sum() == 8
+
+
+@pytest.mark.parametrize(
+    ("damaged", "keep", "lost"),
+    [(3, 6, "3 to 6"), (1, 6, "1 to 6"), (6, 6, "6 to 6"), (7, 6, ""), (None, 6, ""), (3, 2, "")],
+    ids=["in the middle", "the first", "the last", "a step that is repeated", "none", "after the resume"],
+)
+def test_a_resume_names_the_steps_that_a_damaged_block_costs(
+    tmp_path: Path, damaged: int | None, keep: int, lost: str
+) -> None:
+    file, said = tmp_path / "losses.rank0.bin", list[str]()
+    ends = []
+    writer = written(file, 1, 0)
+    for updates in range(1, 9):
+        ends.append(file.stat().st_size)
+        writer.record(updates, NAMES, [0.5] * 3, [1.0] * 3)
+    writer.close()
+    if damaged is not None:
+        content = bytearray(file.read_bytes())
+        content[ends[damaged - 1] + BLOCK.size + 3] ^= 1
+        file.write_bytes(content)
+    found = read_losses([file])
+    assert bool(found.lost_after(7)) == (damaged is not None)
+    written(file, keep + 1, keep + 1, said=said).close()
+    assert len(said) == bool(lost) and (not said or f" {lost} " in said[0])
+    assert read_losses([file]).ends == {} and read_losses([file]).updates.max() == keep + 1
+
+
+def test_a_torn_end_is_not_mentioned(tmp_path: Path) -> None:
+    file, said = tmp_path / "losses.rank0.bin", list[str]()
+    written(file, 1, 6).close()
+    os.truncate(file, file.stat().st_size - 5)
+    found = read_losses([file])
+    assert found.ends == {file: 5} and found.lost_after(5) == [] and len(found.lost_after(6)) == 1
+    written(file, 5, 6, said=said).close()
+    assert said == []

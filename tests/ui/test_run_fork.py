@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from lora_rocm.page_parts.texts import t
 from lora_rocm.recipe.comparison import fingerprint
 from lora_rocm.recipe.fork_keys import why_fixed
 from lora_rocm.recipe.fork_values import fork_values
@@ -17,7 +18,6 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.sample_losses import LossWriter
 from lora_rocm.supervisor.fork import ForkRequest, create_fork
 from lora_rocm.ui.launch import Launches
-from lora_rocm.ui.texts import t
 from tests.supervisor.fake_run import RECIPE, write_checkpoint
 from tests.ui.site import Site, code_of
 

@@ -8,11 +8,16 @@ import math
 import struct
 import sys
 import threading
+from html import unescape
 from pathlib import Path
 
 import pytest
 
 from lora_rocm.errors import UserError, storage_error
+from lora_rocm.page_parts.charts import reduced
+from lora_rocm.page_parts.inlined import inlined_files
+from lora_rocm.report.figures import smoothed
+from lora_rocm.report.stories import stories_of
 from lora_rocm.rundir import layout
 from lora_rocm.rundir.events import EventWriter
 from lora_rocm.rundir.layout import RunDir
@@ -20,8 +25,8 @@ from lora_rocm.rundir.run_view import RunView
 from lora_rocm.supervisor.lock import locked
 from lora_rocm.supervisor.manage_runs import ARCHIVE
 from lora_rocm.ui import launch
-from lora_rocm.ui.curves import FIELDS, curve_of, reduced, smoothed, to_bytes
-from lora_rocm.ui.run_details import details_of, log_end, previews_of, stories_of
+from lora_rocm.ui.curves import FIELDS, curve_of, to_bytes
+from lora_rocm.ui.run_details import details_of, log_end, previews_of
 from lora_rocm.ui.run_phases import activity_of, phases_of
 from tests.supervisor.fake_run import change_fields, event, failure_fields, restart_fields, write_whole_run
 from tests.supervisor.wire import start_fields, step_fields
@@ -94,7 +99,7 @@ def test_what_happened_is_told_with_what_it_means(tmp_path: Path) -> None:
     found = stories_of(RunView.of(run_dir))
     kinds = [story.kind for story in found.found]
     assert kinds[:3] == ["restart", "change", "failure"] and "incident" in kinds
-    assert found.found[2].detail == "last line of the log" and found.meaning
+    assert found.found[2].logs[0][1] == "last line of the log" and found.meaning
 
 
 def test_a_state_is_derived_and_never_stays(site: Site) -> None:
@@ -136,8 +141,10 @@ def test_only_results_are_downloaded(site: Site) -> None:
 
 def test_the_report_runs_in_a_sandbox(site: Site) -> None:
     site.run()
-    policy = site.client.get("/runs/report", params={"dir": "runs/a-run"}).headers["content-security-policy"]
-    assert policy.startswith("sandbox;") and "script" not in policy
+    answer = site.client.get("/runs/report", params={"dir": "runs/a-run"})
+    sandbox, _, policy = answer.headers["content-security-policy"].partition("; ")
+    assert sandbox == "sandbox allow-scripts" and policy == inlined_files().policy
+    assert unescape(answer.text).count(f'content="{policy}"') == 1
 
 
 def test_the_log_is_shown_from_its_end(site: Site) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from lora_rocm.page_parts.texts import UnknownTextError, require_texts, t, texts
 from lora_rocm.ui.rendering import require_templates
-from lora_rocm.ui.texts import UnknownTextError, require_texts, t, texts
 
-PACKAGE = Path(__file__).parents[2] / "lora_rocm" / "ui"
+PACKAGE = Path(__file__).parents[2] / "lora_rocm"
+ROOMS = ("ui", "page_parts", "report")
 
 
 def test_every_key_of_the_templates_has_a_text() -> None:
@@ -28,7 +29,10 @@ def test_a_missing_key_is_an_error() -> None:
 
 def test_every_text_is_used() -> None:
     sources = [
-        path.read_text(encoding="utf-8") for suffix in ("*.j2", "*.py", "*.js") for path in PACKAGE.rglob(suffix)
+        path.read_text(encoding="utf-8")
+        for room in ROOMS
+        for suffix in ("*.j2", "*.py", "*.js")
+        for path in (PACKAGE / room).rglob(suffix)
     ]
     used = {key for source in sources for key in re.findall(r"""\bt\(["']([\w.]+)["']""", source)}
     prefixes = {key for source in sources for key in re.findall(r"""\bt\(f?["']([\w.]+\.)(?:["'] ~|\{)""", source)}

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PLACES = [ROOT / "lora_rocm" / "ui" / "static" / "vendored", ROOT / "tests" / "ui" / "vendored"]
+ROOMS = [ROOT / "lora_rocm" / name / "static" for name in ("ui", "page_parts")] + [ROOT / "tests" / "ui"]
 TABLE = "vendored.toml"
 
 
-@pytest.mark.parametrize("folder", PLACES, ids=["page", "tests"])
+@pytest.mark.parametrize("folder", [room / "vendored" for room in ROOMS], ids=["page", "single files", "tests"])
 def test_every_file_is_listed_with_its_hash_and_licence(folder: Path) -> None:
     rows = tomllib.loads((folder / TABLE).read_text(encoding="utf-8"))["file"]
     listed = {row["name"] for row in rows} | {row["licence_file"] for row in rows} | {TABLE}

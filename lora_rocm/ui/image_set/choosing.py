@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from lora_rocm.dataset.captions.captions import tags_of
 from lora_rocm.dataset.images.buckets import Geometry
 from lora_rocm.foundation.bounded_read import FileVersion
+from lora_rocm.ui.image_set.folder_losses import FolderLosses
 from lora_rocm.ui.image_set.item import geometry
 from lora_rocm.ui.image_set.listing import ImageListing
 
@@ -17,6 +18,8 @@ CAPTION_LETTERS = 160
 """Letters of a caption in a tile."""
 MAX_ROWS, MAX_KEPT = 500, 8
 BUCKET = "bucket:"
+NEVER_LEARNED, BY_LOSS = "never", "loss"
+"""Values of ``ImageQuery.only`` and ``ImageQuery.sort`` that need the losses of a run."""
 ONLY: Mapping[str, Callable[[ImageListing, str], bool]] = {
     "without": lambda listing, name: not listing.caption(name).text.strip(),
     "with": lambda listing, name: bool(listing.caption(name).text.strip()),
@@ -31,7 +34,7 @@ SORTS: Mapping[str, Callable[[ImageListing, str], int]] = {
     "large": lambda listing, name: -_area(listing, name),
     "small": lambda listing, name: _area(listing, name),
 }
-"""The values of ``ImageQuery.sort``. The default is the order of names."""
+"""The values of ``ImageQuery.sort`` that need no losses. The default is the order of names."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class ImageQuery:
         only: a key of ONLY, BUCKET with a size such as 1024x768, or empty.
         sort: a key of SORTS, or empty for the order of names.
         names: if given, only these images.
+        losses: the losses for NEVER_LEARNED and BY_LOSS; without them, the first has no images.
     """
 
     text: str = ""
@@ -51,6 +55,16 @@ class ImageQuery:
     only: str = ""
     sort: str = ""
     names: tuple[str, ...] = ()
+    losses: FolderLosses | None = None
+
+    @property
+    def needs_losses(self) -> bool:
+        return self.only == NEVER_LEARNED or self.sort == BY_LOSS
+
+    @property
+    def lacks_losses(self) -> bool:
+        """Whether it needs losses, and no run has recorded any."""
+        return self.needs_losses and self.losses is None
 
     def chosen(self, listing: ImageListing) -> list[str]:
         """Return the names of the images, in order."""
@@ -63,10 +77,14 @@ class ImageQuery:
             names = [name for name in names if _has_tag(listing, name, self.tag)]
         if (fits := ONLY.get(self.only)) is not None:
             names = [name for name in names if fits(listing, name)]
+        elif self.only == NEVER_LEARNED:
+            names = [name for name in names if self.losses is not None and self.losses.is_outlier(name)]
         elif self.only.startswith(BUCKET):
             names = [name for name in names if _bucket(listing, name) == self.only.removeprefix(BUCKET)]
         if (key := SORTS.get(self.sort)) is not None:
             names = sorted(names, key=lambda name: key(listing, name))
+        elif self.sort == BY_LOSS and self.losses is not None:
+            names = sorted(names, key=self.losses.place)
         return list(names)
 
 

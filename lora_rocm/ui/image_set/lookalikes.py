@@ -9,18 +9,16 @@ cropped copies.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_rocm.dataset.images.image_io import UnreadableImage, decode
-from lora_rocm.dataset.sources.scan import groups_of
+from lora_rocm.dataset.sources.equal_files import equal_files
 from lora_rocm.errors import UserError
-from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.ui.image_set.listing import ImageListing
-from lora_rocm.ui.thumbnails import MAX_IMAGE_BYTES, SIDES_PX, thumbnail
+from lora_rocm.ui.thumbnails import SIDES_PX, thumbnail
 
 if TYPE_CHECKING:
     import numpy as np
@@ -67,8 +65,9 @@ def alike_images(
             colours.append(colours_of_image)
     if not names:
         return []
-    # equal files: a file is only read if another one has the same size
-    groups = [AlikeImages(tuple(names[place] for place in group), True) for group in _same_content(listing, names)]
+    # equal files
+    equal = equal_files([listing.path(name) for name in names])
+    groups = [AlikeImages(tuple(names[place] for place in group), True) for group in equal]
     first_of = {name: group.names[0] for group in groups for name in group.names}
     # similar images; a group of equal files counts once
     alone = [place for place, name in enumerate(names) if first_of.get(name, name) == name]
@@ -91,22 +90,6 @@ def described(content: bytes) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
     brighter = (grey_HW[:, :-1] > grey_HW[:, 1:], grey_HW[:-1] > grey_HW[1:])
     colours = np.asarray(image.resize((COLOUR_FIELDS, COLOUR_FIELDS), Image.Resampling.BOX), np.float32)
     return np.packbits(np.concatenate([each.ravel() for each in brighter])), colours.ravel()
-
-
-def _same_content(listing: ImageListing, names: Sequence[str]) -> list[list[int]]:
-    """Return groups of images with exactly the same content, as positions in ``names``."""
-    sizes = list[int | bytes]()
-    for name in names:
-        try:
-            sizes.append(listing.path(name).stat().st_size)
-        except OSError:
-            sizes.append(name.encode("utf-8", "surrogatepass"))
-    hashes = dict[int, bytes]()
-    for place in (place for group in groups_of(sizes) for place in group):
-        with contextlib.suppress(OSError):
-            hashes[place] = hashlib.sha256(read_plain(listing.path(names[place]), MAX_IMAGE_BYTES)).digest()
-    places = list(hashes)
-    return [[places[each] for each in group] for group in groups_of(hashes.values())]
 
 
 def _alike(

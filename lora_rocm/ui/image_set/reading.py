@@ -101,16 +101,21 @@ def recipes_in(folder: Path) -> list[tuple[Path, Recipe]]:
     """Return the recipes in a folder that can be read, by name. Other YAML files are skipped."""
     found = list[tuple[Path, Recipe]]()
     for path in sorted([*folder.glob("*.yaml"), *folder.glob("*.yml")])[:MAX_RECIPES]:
-        try:
-            recipe = _recipe(FileVersion.of(path))
-        except OSError:
-            continue
+        recipe = recipe_at(path)
         if recipe is not None:
             found.append((path, recipe))
     return found
 
 
-@lru_cache(maxsize=MAX_RECIPES)
+def recipe_at(path: Path) -> Recipe | None:
+    """Return the recipe in a file, read again only if the file has changed; None if it cannot be used."""
+    try:
+        return _recipe(FileVersion.of(path))
+    except OSError:
+        return None
+
+
+@lru_cache(maxsize=2 * MAX_RECIPES)
 def _recipe(version: FileVersion) -> Recipe | None:
     """Return a recipe, read again only if its file has changed; None if it is not a recipe, or a wrong one."""
     try:

@@ -13,6 +13,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from lora_rocm.errors import UserError
+from lora_rocm.page_parts.texts import t
 from lora_rocm.rundir.clicks import PREFERRED, Side, add_click, read_clicks, undo_click
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.ui.background import Work
@@ -23,7 +24,6 @@ from lora_rocm.ui.free_gpu import require_room, running_runs
 from lora_rocm.ui.part import Part
 from lora_rocm.ui.rendering import fragment, page
 from lora_rocm.ui.run_list import newest_runs
-from lora_rocm.ui.texts import t
 from lora_rocm.ui.thumbnails import MEDIA_TYPE, SIDES_PX, thumbnail
 
 if TYPE_CHECKING:

@@ -61,7 +61,7 @@ def _preview(request: Request, fields: FormData) -> Response:
     from lora_rocm.ui.image_set.saving import differences
 
     listing = listing_for(request)
-    edit, names = _edit(fields), _names(listing, fields)
+    edit, names = _edit(fields), _names(request, listing, fields)
     found = differences(listing, names, edit)
     first = list(islice(found, NUM_EXAMPLES))
     count = len(first) + sum(1 for _ in found)
@@ -78,7 +78,7 @@ def _change(request: Request, fields: FormData) -> Response:
     from lora_rocm.ui.image_set.saving import ManyChanged, change_many
 
     ui, listing = context_of(request), listing_for(request)
-    edit, names = _edit(fields), _names(listing, fields)
+    edit, names = _edit(fields), _names(request, listing, fields)
     journal = journal_of(request, listing.reading.folder)
 
     def changes(work: Work) -> ManyChanged:
@@ -136,14 +136,14 @@ def _edit(fields: FormData) -> CaptionEdit:
     return CaptionEdit(kind, find, put, match_case="match_case" in fields, whole_words="whole_words" in fields)
 
 
-def _names(listing: ImageListing, fields: FormData) -> Sequence[str]:
+def _names(request: Request, listing: ImageListing, fields: FormData) -> Sequence[str]:
     """Return the images to change: those that are selected in the grid, or all that it shows.
 
     Raises:
         UserError: selection-invalid: the list of selected images cannot be read, or is empty.
     """
     if fields.get("scope") != "selected":
-        return query_for(fields).chosen(listing)
+        return query_for(request, fields).chosen(listing)
     try:
         names = parse_json(str(fields.get("names") or "[]"))
     except BadJson:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lora_rocm.ui.pages import image_changes, image_checks, image_editor, image_uploads, images, texts
+from lora_rocm.ui.pages import image_changes, image_checks, image_editor, image_losses, image_uploads, images, texts
 from lora_rocm.ui.part import Part
 
 PART = Part(
@@ -13,6 +13,7 @@ PART = Part(
         *image_changes.ROUTES,
         *image_checks.ROUTES,
         *image_editor.ROUTES,
+        *image_losses.ROUTES,
         *image_uploads.ROUTES,
         *texts.ROUTES,
     ],

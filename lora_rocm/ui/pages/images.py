@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Re
 from starlette.routing import Route
 
 from lora_rocm.errors import DataError, UserError
+from lora_rocm.page_parts.texts import t
 from lora_rocm.ui.context import context_of
 from lora_rocm.ui.edits import EditConflict
 from lora_rocm.ui.fields import fields_of, query_of, text_of
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 LIST, FOLDER = "images.html.j2", "image_folder.html.j2"
 SETTINGS = ("dir", "recipe", "resolution", "trigger", "ext")
 """Values of an address that choose the folder, and how it is read."""
+FILTERS = ("text", "tag", "only", "sort")
 MAX_ROWS = 500
 UNREADABLE = Path(__file__).parents[1] / "static" / "unreadable.svg"
 """The picture in place of an image that cannot be read."""
@@ -98,7 +101,9 @@ def items(request: Request) -> Response:
         if error.code != "data-folder-empty":
             raise
         return JSONResponse({"choice": "", "total": 0, "start": 0, "rows": [], "note": error.what})
-    return JSONResponse(CHOSEN.rows(listing, query_for(request.query_params), choice, start, count))
+    query = query_for(request, request.query_params)
+    answer = CHOSEN.rows(listing, query, choice, start, count)
+    return JSONResponse({**answer, "note": t("images_losses.no_run")} if query.lacks_losses else answer)
 
 
 def thumb(request: Request) -> Response:
@@ -222,12 +227,16 @@ def journal_of(request: Request, folder: Path) -> ChangeJournal:
     return ChangeJournal(context_of(request).edits, folder)
 
 
-def query_for(values: Mapping[str, object]) -> ImageQuery:
+def query_for(request: Request, values: Mapping[str, object]) -> ImageQuery:
     """Return the choice of images in an address or in posted fields."""
     from lora_rocm.ui.image_set.choosing import ImageQuery
+    from lora_rocm.ui.image_set.folder_losses import losses_of
 
-    text, tag, only, sort = (str(values.get(name) or "").strip() for name in ("text", "tag", "only", "sort"))
-    return ImageQuery(text, tag, only, sort)
+    text, tag, only, sort, run = (str(values.get(name) or "").strip() for name in (*FILTERS, "run"))
+    query = ImageQuery(text, tag, only, sort)
+    if not query.needs_losses:
+        return query
+    return replace(query, losses=losses_of(context_of(request).folders, reading_for(request).folder, run))
 
 
 def changed(answer: Response, name: str = "") -> Response:

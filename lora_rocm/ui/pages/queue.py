@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from lora_rocm.errors import UserError
 from lora_rocm.foundation.files import refuse_link
+from lora_rocm.page_parts.texts import t
 from lora_rocm.supervisor.queue_dir import QueueDir
 from lora_rocm.ui.context import UiContext, context_of
 from lora_rocm.ui.fields import fields_of, query_of, text_of
@@ -19,7 +20,6 @@ from lora_rocm.ui.part import Part
 from lora_rocm.ui.queue_view import activity_of_queue, move, remove, shown_queue, undo_removal
 from lora_rocm.ui.recipe_files import listed_recipes
 from lora_rocm.ui.rendering import fragment, is_fragment, page
-from lora_rocm.ui.texts import t
 
 TEMPLATE = "queue.html.j2"
 PLACES: Mapping[str, Callable[[int, int], int]] = {

@@ -10,20 +10,22 @@ from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from lora_rocm.errors import UserError
+from lora_rocm.page_parts.charts import reduced
+from lora_rocm.report.figures import smoothed
+from lora_rocm.report.stories import stories_of
 from lora_rocm.rundir.disk_space import bytes_in
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.manage_runs import ARCHIVE, RunChange
 from lora_rocm.ui.context import context_of
-from lora_rocm.ui.curves import curve_of, reduced, smoothed, to_bytes
+from lora_rocm.ui.curves import curve_of, to_bytes
 from lora_rocm.ui.fields import query_of, text_of
 from lora_rocm.ui.live import live_id
 from lora_rocm.ui.pages import run_fork
 from lora_rocm.ui.part import Part
 from lora_rocm.ui.rendering import fragment, page, url
-from lora_rocm.ui.run_details import ShownDetails, details_of, logs_of, previews_of, result_paths, stories_of
+from lora_rocm.ui.run_details import ShownDetails, details_of, logs_of, previews_of, result_paths
 from lora_rocm.ui.run_family import parent_of
 from lora_rocm.ui.run_list import newest_runs, run_names
-from lora_rocm.ui.security import SANDBOX_POLICY
 from lora_rocm.ui.thumbnails import MEDIA_TYPE, SIDES_PX, thumbnail
 
 LIST, VIEW = "runs.html.j2", "run.html.j2"
@@ -127,12 +129,13 @@ def download(request: Request) -> Response:
 
 
 def report(request: Request) -> Response:
-    """The report of a run: a page without scripts that loads nothing, in a sandbox."""
+    """The report of a run: a single file in a sandbox, which runs only the program's own scripts and loads nothing."""
+    from lora_rocm.page_parts.inlined import inlined_files
     from lora_rocm.report.report import write_report
 
     run_dir = _run(request)
     path = write_report(run_dir)
-    headers = {"content-security-policy": SANDBOX_POLICY}
+    headers = {"content-security-policy": f"sandbox allow-scripts; {inlined_files().policy}"}
     return FileResponse(path, media_type="text/html", content_disposition_type="inline", headers=headers)
 
 

@@ -70,10 +70,12 @@ def _fork(request: Request, texts: Mapping[str, str]) -> Response:
 def images(request: Request) -> Response:
     """The images that are never learned, with hints."""
     from lora_rocm.report.image_hints import hinted_losses
+    from lora_rocm.rundir.sample_losses import read_losses
 
     run_dir = _run(request)
     recipe = _recipe_or_none(run_dir)
-    found = hinted_losses(run_dir, recipe)
+    losses = read_losses(run_dir.all_losses())
+    found = hinted_losses(losses, recipe)
     folder = _folder(request, recipe)
     return fragment(
         request,
@@ -82,6 +84,7 @@ def images(request: Request) -> Response:
         name=context_of(request).folders.name_of(run_dir.path),
         outliers=[each for each in found if each.is_outlier],
         num_judged=len(found),
+        lost=losses.lost_after(context_of(request).views.of(run_dir).updates - 1),
         has_folder=folder is not None,
     )
 

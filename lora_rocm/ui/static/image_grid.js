@@ -167,6 +167,7 @@ class ImageGrid extends HTMLElement {
       if (tile.index !== -2) {
         tile.index = -2;
         tile.hidden = true;
+        tile.removeAttribute("id"); // another tile has it now
         tile.picture.removeAttribute("src");
       }
     }

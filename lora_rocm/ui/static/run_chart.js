@@ -1,6 +1,8 @@
 // <run-chart>: a curve of a run, of the whole run however long it is. The server reduces it to the chart's width and
 // smooths it over all steps; new steps arrive by the live stream.
 
+import { ChartElement } from "./chart.js";
+
 const FIELDS = ["updates", "loss", "learning_rate", "memory_bytes", "step_s"];
 const MORE_POINTS = 3; // after so many times the points of the first answer, the curve is asked for again
 
@@ -20,45 +22,26 @@ function smoothingWeight() {
   return slider ? 1 - 10 ** (-3 * slider.value / 100) : 0;
 }
 
-class RunChart extends HTMLElement {
+class RunChart extends ChartElement {
   connectedCallback() {
+    super.connectedCallback();
     this.isMain = this.dataset.field === "loss";
     this.divisor = Number(this.dataset.divisor ?? 1);
-    this.curves = []; // {label, color, width, x, y}
-    this.box = document.createElement("div");
-    this.box.className = "chart";
-    this.box.setAttribute("role", "img");
-    this.append(this.box);
+    this.curves = []; // {label, kind, x, y}
     this.listen(document.body, "live:step", (event) => this.append_steps(event.detail.steps));
     this.listen(document.body, "live:reset", () => this.load());
-    this.listen(document.body, "theme", () => this.draw());
-    this.listen(matchMedia("(prefers-color-scheme: dark)"), "change", () => this.draw());
     if (this.isMain) {
       this.listen(document.body, "live:validation", () => this.load());
       for (const [id, kind, work] of [
         ["curve-smooth", "input", () => this.soon()],
         ["curve-other", "change", () => this.load()],
-        ["curve-log", "change", () => this.draw()],
+        ["curve-log", "change", () => this.showCurves()],
       ]) {
         const control = document.getElementById(id);
         if (control) this.listen(control, kind, work);
       }
     }
-    this.observer = new ResizeObserver(() => this.resize());
-    this.observer.observe(this);
     this.load();
-  }
-
-  disconnectedCallback() {
-    this.left = true;
-    this.observer.disconnect();
-    for (const [target, kind, work] of this.listening ?? []) target.removeEventListener(kind, work);
-    this.plot?.destroy();
-  }
-
-  listen(target, kind, work) {
-    target.addEventListener(kind, work);
-    (this.listening ??= []).push([target, kind, work]);
   }
 
   soon() {
@@ -84,17 +67,17 @@ class RunChart extends HTMLElement {
     const shown = (curve) => ({ x: curve[0], y: curve[1].map((value) => value / this.divisor) });
     if (this.isMain) {
       this.curves = [
-        { label: this.dataset.raw, color: "--chart-raw", width: 1, ...shown(raw) },
-        { label: this.dataset.smoothed, color: "--chart-1", width: 2, ...shown(smooth) },
+        { label: this.dataset.raw, kind: "raw", ...shown(raw) },
+        { label: this.dataset.smoothed, kind: "smooth", ...shown(smooth) },
       ];
-      if (heldOut[0].length) this.curves.push({ label: this.dataset.heldOut, color: "--chart-3", width: 2, ...shown(heldOut) });
-      if (trunk[0].length) this.curves.push({ label: this.dataset.parentLabel, color: "--line-strong", width: 1.5, dash: [4, 3], ...shown(trunk) });
-      if (second) this.curves.push({ label: other.split(/[\\/]/).pop(), color: "--chart-2", width: 2, ...shown(second) });
+      if (heldOut[0].length) this.curves.push({ label: this.dataset.heldOut, kind: "third", ...shown(heldOut) });
+      if (trunk[0].length) this.curves.push({ label: this.dataset.parentLabel, kind: "parent", ...shown(trunk) });
+      if (second) this.curves.push({ label: other.split(/[\\/]/).pop(), kind: "second", ...shown(second) });
     } else {
-      this.curves = [{ label: this.dataset.title, color: "--chart-1", width: 1.5, ...shown(raw) }];
+      this.curves = [{ label: this.dataset.title, kind: "plain", ...shown(raw) }];
     }
     this.limit = MORE_POINTS * points;
-    this.draw();
+    this.showCurves();
   }
 
   append_steps(steps) {
@@ -119,53 +102,23 @@ class RunChart extends HTMLElement {
       }
     }
     if (raw.x.length > this.limit) this.load();
-    else this.draw();
+    else this.showCurves();
   }
 
-  get data() {
-    const tables = this.curves.map((curve) => [curve.x, curve.y]);
-    return tables.length > 1 ? uPlot.join(tables) : tables[0];
+  showCurves() {
+    const { title, x, empty } = this.dataset;
+    const chart = { title, xLabel: x, lines: this.curves, empty, legend: this.isMain };
+    if (this.isMain) {
+      const isLog = document.getElementById("curve-log")?.checked;
+      const onDraw = (plot) => this.drawSteps(plot, this.color("--accent"), this.color("--line-strong"));
+      Object.assign(chart, { named: 1, isLog, onDraw });
+    }
+    this.show(chart);
   }
 
   draw() {
-    this.plot?.destroy();
-    this.plot = null;
-    const first = this.curves[0];
-    if (!first?.x.length) {
-      this.box.textContent = this.dataset.empty;
-      this.box.setAttribute("aria-label", this.dataset.empty);
-      return;
-    }
-    this.box.textContent = "";
-    const main = this.isMain ? this.curves[1] : first;
-    const last = main.y.at(-1);
-    this.box.setAttribute("aria-label", `${this.dataset.title}: ${last?.toPrecision(4)} (${this.dataset.x} ${main.x.at(-1)})`);
-    const style = getComputedStyle(this);
-    const color = (name) => style.getPropertyValue(name).trim();
-    const isLog = this.isMain && document.getElementById("curve-log")?.checked;
-    const axis = { stroke: color("--soft"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line"), width: 1 } };
-    const axes = [{ ...axis }, { ...axis, size: 64, values: (plot, values) => values.map((value) => (value === null ? "" : Number(value.toPrecision(4)).toString())) }];
-    const series = this.curves.map((curve) => ({
-      label: curve.label,
-      stroke: color(curve.color),
-      width: curve.width,
-      dash: curve.dash,
-      spanGaps: true,
-      points: { show: curve.x.length < 3 },
-      value: (plot, value) => (value === null || value === undefined ? "–" : Number(value.toPrecision(4)).toString()),
-    }));
-    const options = {
-      width: Math.max(200, this.clientWidth),
-      height: Number(this.dataset.height),
-      scales: { x: { time: false }, y: isLog ? { distr: 3 } : {} },
-      axes,
-      legend: { show: this.isMain, live: true },
-      cursor: { drag: { x: true, y: false } },
-      series: [{ label: this.dataset.x }, ...series],
-      hooks: this.isMain ? { draw: [(plot) => this.drawSteps(plot, color("--accent"), color("--line-strong"))] } : {},
-    };
-    this.plot = new uPlot(options, this.data, this.box);
-    if (this.isMain) this.plot.over.addEventListener("click", (event) => this.chooseStep(event));
+    super.draw();
+    if (this.plot && this.isMain) this.plot.over.addEventListener("click", (event) => this.chooseStep(event));
   }
 
   get checkpoints() {
@@ -217,10 +170,6 @@ class RunChart extends HTMLElement {
     select.value = String(nearest);
     form.scrollIntoView();
     select.focus();
-  }
-
-  resize() {
-    if (this.plot && this.clientWidth) this.plot.setSize({ width: Math.max(200, this.clientWidth), height: Number(this.dataset.height) });
   }
 }
 customElements.define("run-chart", RunChart);

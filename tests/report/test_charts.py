@@ -1,24 +1,29 @@
-"""SVG line plots."""
+"""Charts: still, and as data."""
 
+import json
 import math
 import re
 from xml.etree import ElementTree
 
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lora_rocm.report.svg_plot import HEIGHT_PX, MAX_POINTS, WIDTH_PX, Series, line_plot, thinned, ticks
+from lora_rocm.page_parts.charts import HEIGHT_PX, LIVE_POINTS, WIDTH_PX, Chart, Series, reduced, ticks
 
 ANY = st.floats(allow_nan=True, allow_infinity=True, width=32)
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e6), ANY), max_size=30))
 def test_any_values_give_a_plot_inside_its_frame(points: list[tuple[float, float]]) -> None:
-    svg = line_plot([Series("a & <b>", points, "dots")], "step")
+    chart = Chart("a & <b>", "step", [Series("a & <b>", points, "dots")])
+    svg = chart.still
     finite = [point for point in points if math.isfinite(point[1])]
     if not finite:
-        assert svg == ""
+        assert svg == "" and json.loads(chart.data)["lines"] == []
         return
+    (line,) = json.loads(chart.data)["lines"]
+    assert line["y"] == pytest.approx([y for _, y in finite], rel=1e-4) and len(line["x"]) == len(finite)
     root = ElementTree.fromstring(svg)
     circles = [element for element in root if element.tag == "circle"]
     assert len(circles) == len(finite)
@@ -27,7 +32,7 @@ def test_any_values_give_a_plot_inside_its_frame(points: list[tuple[float, float
 
 
 def test_higher_values_are_higher_up() -> None:
-    svg = line_plot([Series("loss", [(0, 1.0), (1, 3.0), (2, 2.0)])], "step")
+    svg = Chart("loss", "step", [Series("loss", [(0, 1.0), (1, 3.0), (2, 2.0)])]).still
     found = re.search(r'<polyline class="plain" points="([^"]+)"', svg)
     assert found is not None
     heights = [float(pair.partition(",")[2]) for pair in found.group(1).split()]
@@ -43,8 +48,15 @@ def test_ticks_are_round_and_inside(low: float, span: float) -> None:
 
 
 @given(st.integers(0, 20_000))
-def test_thinned_keeps_both_ends(count: int) -> None:
+def test_reduced_keeps_both_ends(count: int) -> None:
     points = [(float(n), 0.0) for n in range(count)]
-    kept = thinned(points)
-    assert len(kept) <= MAX_POINTS + 1
+    kept = reduced(points, LIVE_POINTS)
+    assert len(kept) <= LIVE_POINTS
     assert not points or (kept[0], kept[-1]) == (points[0], points[-1])
+
+
+def test_no_peak_disappears() -> None:
+    points = [(n, 9.0 if n == 7777 else 1.0) for n in range(20_000)]
+    chart = Chart("loss", "step", [Series("loss", points)])
+    (line,) = json.loads(chart.data)["lines"]
+    assert max(line["y"]) == 9 and line["x"][line["y"].index(9)] == 7777
