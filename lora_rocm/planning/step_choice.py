@@ -49,7 +49,8 @@ class PlanMemory:
 
     def smallest(self) -> Plan:
         """Return the plan that needs the least memory."""
-        plans = (plan for parts in parts_of(self._job) for mode in self._job.modes for plan in self.plans_of(mode, parts))
+        ways = [(mode, parts) for parts in parts_of(self._job) for mode in self._job.modes]
+        plans = (plan for way in ways for plan in self.plans_of(*way))
         return min(plans, key=lambda plan: (plan.needed_bytes, plan.step_s))
 
     def fit(self, limit: float, mode: Mode, parts: int) -> Plan | None:
