@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_rocm.commands.plan import counted_in_child
+from lora_rocm.model_files.hub_cache import PREFIX, hub_cache
 from lora_rocm.processes.jobs import Counted
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.environment import plan as environment_plan
@@ -75,7 +76,7 @@ def _versions(path: Path) -> Iterator[tuple[str, int, int]]:
     A model of the hub is counted again if its folder in the cache appears or changes.
     """
     if not path.exists() and len(path.parts) == 2 and not path.is_absolute():
-        path = hub_cache() / f"models--{'--'.join(path.parts)}" / "snapshots"
+        path = hub_cache() / f"{PREFIX}{'--'.join(path.parts)}" / "snapshots"
     if path.is_file():
         found: Iterator[Path] = iter((path,))
     else:
@@ -89,12 +90,3 @@ def _versions(path: Path) -> Iterator[tuple[str, int, int]]:
             continue
         yield str(file), status.st_size, status.st_mtime_ns
 
-
-def hub_cache(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder in which huggingface_hub keeps downloaded files, by the rules of its documentation."""
-    if given := environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(os.path.expandvars(given)).expanduser()
-    if given := environ.get("HF_HOME"):
-        return Path(os.path.expandvars(given)).expanduser() / "hub"
-    cache = environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.path.expandvars(cache)).expanduser() / "huggingface" / "hub"

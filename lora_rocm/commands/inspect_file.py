@@ -127,6 +127,17 @@ def inspect(path: Path, registry: FamilyRegistry = FAMILIES, judge: Judge = judg
     return found
 
 
+def inspect_headers(path: Path, registry: FamilyRegistry = FAMILIES) -> Found:
+    """Return the description of a file or folder, from names and headers alone. No child process checks it.
+
+    It may have the extra key ``candidates``: values of ``model.family`` for which the path may be a base.
+
+    Raises:
+        ModelError: see ``inspect``.
+    """
+    return _inspected(path, registry)
+
+
 def _judged(path: Path, registry: FamilyRegistry, judge: Judge) -> Found:
     """Return the description without the key ``usable``."""
     found = _inspected(path, registry)

@@ -233,6 +233,21 @@ class Judgements:
 
 
 @dataclass(frozen=True)
+class FetchJob:
+    """Job to download files of a model of the hub into its cache. patterns: patterns of their names."""
+
+    repo: str
+    patterns: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """Answer: the folder of the downloaded files in the cache."""
+
+    folder: str
+
+
+@dataclass(frozen=True)
 class PlanJob:
     """Job to compute the memory footprint of a recipe.
 
@@ -386,6 +401,7 @@ CHILDREN: Mapping[str, Child] = {
     "check-base": Child("lora_rocm.children.check_base", CheckBaseJob, (Weighed,)),
     "check-texts": Child("lora_rocm.children.check_texts", CheckTextsJob, (Seen,)),
     "inspect": Child("lora_rocm.children.inspect_base", InspectJob, (Judgements,)),
+    "fetch": Child("lora_rocm.children.fetch", FetchJob, (Fetched,)),
     "plan": Child("lora_rocm.children.plan", PlanJob, (Counted,)),
     "bench-transfer": Child(_DEVICE, TransferJob, (MachineEvent, LinkEvent, *_MEASURED)),
     "bench-compute": Child(_DEVICE, ComputeJob, (MachineEvent, *_MEASURED)),

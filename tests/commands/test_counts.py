@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from lora_rocm.commands import counts as counts_module
-from lora_rocm.commands.counts import Counts, hub_cache
+from lora_rocm.commands.counts import Counts
+from lora_rocm.model_files.hub_cache import hub_cache
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.this_machine import situation_here

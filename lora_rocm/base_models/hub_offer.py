@@ -1,0 +1,126 @@
+"""What a download of a base model from the Hugging Face hub would fetch, and on which terms, before it begins."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from huggingface_hub import constants, get_hf_file_metadata, get_token, hf_hub_url, model_info
+
+from lora_rocm.base_models.hub import ANSWER_TIMEOUT_S, HUB_ID, answered, wanted_patterns
+from lora_rocm.errors import ModelError
+from lora_rocm.foundation.terminal_text import one_line
+from lora_rocm.model_files.hub_cache import PREFIX
+
+MAX_REPO_LETTERS, MAX_SHOWN = 200, 200
+Access = Literal["open", "granted", "terms"]
+"""open: everybody may download it. granted: its terms are accepted. terms: they have to be accepted first."""
+
+
+@dataclass(frozen=True)
+class OfferedFile:
+    """A file of a repository. name: its path there. is_here: whether it is in the cache already."""
+
+    name: str
+    num_bytes: int
+    is_here: bool
+
+
+@dataclass(frozen=True)
+class HubOffer:
+    """A model of the hub that can be downloaded.
+
+    Attributes:
+        repo: its hub id.
+        commit: the revision of its default branch.
+        patterns: patterns of the files that training reads.
+        files: these files.
+        licence: name of its licence; empty if its page names none.
+        licence_address: address of the licence's text; empty if unknown.
+        page: address of its page.
+        access: whether it may be downloaded; see ``Access``.
+        has_token: whether this machine has a token of the hub.
+    """
+
+    repo: str
+    commit: str
+    patterns: Sequence[str]
+    files: Sequence[OfferedFile]
+    licence: str
+    licence_address: str
+    page: str
+    access: Access
+    has_token: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+    @property
+    def missing_bytes(self) -> int:
+        """Size of the files that are not in the cache."""
+        return sum(file.num_bytes for file in self.files if not file.is_here)
+
+
+def offer(repo: str) -> HubOffer:
+    """Ask the hub what a model consists of. Nothing is downloaded.
+
+    Raises:
+        ModelError: hub-unreachable, hub-unknown, hub-no-model: it has no files that training reads.
+    """
+    if HUB_ID.fullmatch(repo) is None or len(repo) > MAX_REPO_LETTERS:
+        fix = "Write it as on its page: OWNER/NAME."
+        raise ModelError("hub-unknown", "This is not a hub id.", where=f"model.name_or_path: {repo!a:.100}", fix=fix)
+    what, fix = "The hub cannot be reached.", "Check the network, and HF_HUB_OFFLINE and HF_ENDPOINT if they are set."
+    with answered(repo, what, fix):
+        info = model_info(repo, timeout=ANSWER_TIMEOUT_S, files_metadata=True)
+    # Choose the files
+    sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or ()}
+    patterns = wanted_patterns(sizes)
+    if not patterns:
+        raise ModelError(
+            "hub-no-model",
+            "This repository has neither a diffusers model nor a language model with .safetensors weights.",
+            where=f"model.name_or_path: {repo}",
+            fix="Download the file that you need from its page, and set model.name_or_path to its path.",
+        )
+    names = [name for name in sizes if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
+    here = snapshot_of(repo, str(info.sha))
+    files = [OfferedFile(name, sizes[name], (here / name).is_file()) for name in sorted(names)]
+    # Terms
+    licence, address = _licence(info.card_data)
+    access: Access = "open"
+    if info.gated:
+        access = "granted" if _is_granted(repo, names) else "terms"
+    page = f"{constants.ENDPOINT}/{repo}"
+    return HubOffer(repo, str(info.sha), patterns, files, licence, address, page, access, bool(get_token()))
+
+
+def snapshot_of(repo: str, commit: str) -> Path:
+    """Return the folder of a revision in the cache. It may not exist."""
+    folder = PREFIX + repo.replace("/", "--")
+    return Path(constants.HF_HUB_CACHE) / folder / "snapshots" / commit
+
+
+def _is_granted(repo: str, names: Sequence[str]) -> bool:
+    """Whether the hub sends a file of a model with terms to this user."""
+    smallest = next((name for name in names if name.endswith(".json")), names[0])
+    try:
+        with answered(repo, "The hub cannot be reached.", "Check the network."):
+            get_hf_file_metadata(hf_hub_url(repo, smallest), timeout=ANSWER_TIMEOUT_S)
+    except ModelError as error:
+        if error.code == "hub-gated":
+            return False
+        raise
+    return True
+
+
+def _licence(card: Any) -> tuple[str, str]:
+    """Return name and address of the licence that a model card names."""
+    values: Mapping[str, Any] = card.to_dict() if hasattr(card, "to_dict") else {}
+    name, address = values.get("license_name") or values.get("license"), values.get("license_link")
+    address = address if isinstance(address, str) and address.startswith("https://") else ""
+    return (one_line(name)[:MAX_SHOWN] if isinstance(name, str) else ""), one_line(address)[:MAX_SHOWN]
