@@ -117,7 +117,8 @@ def answered(repo: str, what: str, fix: str) -> Iterator[None]:
 
     Args:
         repo: hub id of the model.
-        what, fix: sentences for a hub that cannot be reached.
+        what: what happened, if the hub cannot be reached.
+        fix: how to fix it then.
 
     Raises:
         ModelError: hub-unreachable, hub-unknown, hub-gated.

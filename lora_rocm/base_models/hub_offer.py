@@ -4,65 +4,18 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from huggingface_hub import constants, get_hf_file_metadata, get_token, hf_hub_url, model_info
 
 from lora_rocm.base_models.hub import ANSWER_TIMEOUT_S, HUB_ID, answered, wanted_patterns
 from lora_rocm.errors import ModelError
 from lora_rocm.foundation.terminal_text import one_line
-from lora_rocm.model_files.hub_cache import PREFIX
+from lora_rocm.model_files.hub_cache import snapshot_of
+from lora_rocm.processes.jobs import HubOffer, OfferedFile
 
 MAX_REPO_LETTERS, MAX_SHOWN = 200, 200
-Access = Literal["open", "granted", "terms"]
-"""open: everybody may download it. granted: its terms are accepted. terms: they have to be accepted first."""
-
-
-@dataclass(frozen=True)
-class OfferedFile:
-    """A file of a repository. name: its path there. is_here: whether it is in the cache already."""
-
-    name: str
-    num_bytes: int
-    is_here: bool
-
-
-@dataclass(frozen=True)
-class HubOffer:
-    """A model of the hub that can be downloaded.
-
-    Attributes:
-        repo: its hub id.
-        commit: the revision of its default branch.
-        patterns: patterns of the files that training reads.
-        files: these files.
-        licence: name of its licence; empty if its page names none.
-        licence_address: address of the licence's text; empty if unknown.
-        page: address of its page.
-        access: whether it may be downloaded; see ``Access``.
-        has_token: whether this machine has a token of the hub.
-    """
-
-    repo: str
-    commit: str
-    patterns: Sequence[str]
-    files: Sequence[OfferedFile]
-    licence: str
-    licence_address: str
-    page: str
-    access: Access
-    has_token: bool
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(file.num_bytes for file in self.files)
-
-    @property
-    def missing_bytes(self) -> int:
-        """Size of the files that are not in the cache."""
-        return sum(file.num_bytes for file in self.files if not file.is_here)
 
 
 def offer(repo: str) -> HubOffer:
@@ -88,21 +41,25 @@ def offer(repo: str) -> HubOffer:
             fix="Download the file that you need from its page, and set model.name_or_path to its path.",
         )
     names = [name for name in sizes if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
-    here = snapshot_of(repo, str(info.sha))
+    here = snapshot_of(repo, str(info.sha), Path(constants.HF_HUB_CACHE))
     files = [OfferedFile(name, sizes[name], (here / name).is_file()) for name in sorted(names)]
     # Terms
     licence, address = _licence(info.card_data)
-    access: Access = "open"
-    if info.gated:
-        access = "granted" if _is_granted(repo, names) else "terms"
+    has_terms = bool(info.gated)
+    may_download = not has_terms or _is_granted(repo, names)
     page = f"{constants.ENDPOINT}/{repo}"
-    return HubOffer(repo, str(info.sha), patterns, files, licence, address, page, access, bool(get_token()))
-
-
-def snapshot_of(repo: str, commit: str) -> Path:
-    """Return the folder of a revision in the cache. It may not exist."""
-    folder = PREFIX + repo.replace("/", "--")
-    return Path(constants.HF_HUB_CACHE) / folder / "snapshots" / commit
+    return HubOffer(
+        repo,
+        str(info.sha),
+        tuple(patterns),
+        tuple(files),
+        licence,
+        address,
+        page,
+        has_terms,
+        may_download,
+        bool(get_token()),
+    )
 
 
 def _is_granted(repo: str, names: Sequence[str]) -> bool:

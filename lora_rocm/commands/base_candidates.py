@@ -127,7 +127,9 @@ def base_keys(section: type[ModelSection]) -> tuple[str, ...]:
 # Places
 
 
-def model_places(home: Path, around: Iterable[Path], named: Iterable[Path], cache: Path | None = None) -> list[ModelPlace]:
+def model_places(
+    home: Path, around: Iterable[Path], named: Iterable[Path], cache: Path | None = None
+) -> list[ModelPlace]:
     """Return the files and folders that may be models, without reading them.
 
     Args:

@@ -89,4 +89,3 @@ def _versions(path: Path) -> Iterator[tuple[str, int, int]]:
         except OSError:
             continue
         yield str(file), status.st_size, status.st_mtime_ns
-

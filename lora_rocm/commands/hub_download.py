@@ -9,17 +9,26 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from lora_rocm.base_models.hub_offer import HubOffer, snapshot_of
 from lora_rocm.errors import StorageError
 from lora_rocm.foundation.units import size_text
-from lora_rocm.processes.jobs import FetchJob
-from lora_rocm.processes.tool import run_job
+from lora_rocm.model_files.hub_cache import snapshot_of
+from lora_rocm.processes.jobs import FetchJob, HubOffer, OfferJob
+from lora_rocm.processes.tool import ask, run_job
 
 LOOK_S = 0.5
 """Time between two looks at the sizes of the files."""
 INCOMPLETE, SPARE_BYTES = ".incomplete", 1 << 28
 Advance = Callable[[int, int], None]
 """Receives the bytes on the disk, and all bytes. If it raises an error, the download ends."""
+
+
+def offered(repo: str) -> HubOffer:
+    """Ask the hub what a model consists of, in a child process. Nothing is downloaded.
+
+    Raises:
+        ModelError: hub-unreachable, hub-unknown, hub-no-model.
+    """
+    return ask(OfferJob(repo.strip()), HubOffer, os.environ)
 
 
 def download_base(offer: HubOffer, advance: Advance) -> Path:
@@ -41,7 +50,7 @@ def download_base(offer: HubOffer, advance: Advance) -> Path:
             advance(_present(offer, folder, blobs, before), offer.num_bytes)
 
     try:
-        run_job(FetchJob(offer.repo, tuple(offer.patterns)), os.environ, lambda event: None, look)
+        run_job(FetchJob(offer.repo, offer.patterns), os.environ, lambda event: None, look)
     finally:
         for path in set(_incomplete(blobs)) - before:  # of this download, which nothing continues
             with contextlib.suppress(OSError):

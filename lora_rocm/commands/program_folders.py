@@ -16,9 +16,20 @@ ROOTS = ("", "ComfyUI", "webui")
 """Folders of a program in which its folder of models may be; the others are of its portable editions."""
 PLACES: Mapping[FolderKind, tuple[str, ...]] = {
     "loras": ("models/loras", "models/Lora", "Models/Lora"),
-    "checkpoints": ("models/checkpoints", "models/Stable-diffusion", "Models/Stable-Diffusion", "Models/StableDiffusion"),
+    "checkpoints": (
+        "models/checkpoints",
+        "models/Stable-diffusion",
+        "Models/Stable-Diffusion",
+        "Models/StableDiffusion",
+    ),
     "diffusion_models": ("models/diffusion_models", "models/unet", "Models/diffusion_models", "Models/DiffusionModels"),
-    "text_encoders": ("models/text_encoders", "models/clip", "models/text_encoder", "Models/clip", "Models/TextEncoders"),
+    "text_encoders": (
+        "models/text_encoders",
+        "models/clip",
+        "models/text_encoder",
+        "Models/clip",
+        "Models/TextEncoders",
+    ),
     "vae": ("models/vae", "models/VAE", "Models/VAE"),
     "diffusers": ("models/diffusers", "models/Diffusers", "Models/Diffusers"),
 }

@@ -1,4 +1,4 @@
-"""Where huggingface_hub keeps downloaded models, by the layout that its documentation describes. Imports nothing of it."""
+"""Where huggingface_hub keeps downloaded models, by the layout that its documentation describes."""
 
 from __future__ import annotations
 
@@ -35,6 +35,11 @@ def hub_cache(environ: Mapping[str, str] = os.environ) -> Path:
         return Path(os.path.expandvars(given)).expanduser() / "hub"
     cache = environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(os.path.expandvars(cache)).expanduser() / "huggingface" / "hub"
+
+
+def snapshot_of(repo: str, commit: str, cache: Path | None = None) -> Path:
+    """Return the folder of a revision of a repository. It may not exist. cache: None for this user's."""
+    return (cache or hub_cache()) / (PREFIX + repo.replace("/", "--")) / "snapshots" / commit
 
 
 def cached_repositories(cache: Path) -> Iterator[CachedRepository]:

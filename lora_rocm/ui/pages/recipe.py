@@ -14,7 +14,7 @@ from lora_rocm.errors import UserError
 from lora_rocm.ui.context import UiContext, context_of
 from lora_rocm.ui.edits import MISSING
 from lora_rocm.ui.fields import fields_of, query_of, text_of
-from lora_rocm.ui.pages import recipe_new, recipe_plan
+from lora_rocm.ui.pages import recipe_models, recipe_new, recipe_plan
 from lora_rocm.ui.part import Part
 from lora_rocm.ui.recipe_files import listed_recipes, named_file, recipe_path
 from lora_rocm.ui.rendering import fragment, page, url
@@ -181,5 +181,6 @@ PART = Part(
         Route("/recipe/copy", copy, methods=["POST"]),
         *recipe_new.ROUTES,
         *recipe_plan.ROUTES,
+        *recipe_models.ROUTES,
     ],
 )

@@ -130,7 +130,7 @@ class RecipeEditor extends HTMLElement {
     if (answer === null) return;
     const open = [...this.fields.querySelectorAll("details[open]")].map((each) => each.id);
     const focused = document.activeElement?.id;
-    this.fields.innerHTML = await answer.text();
+    this.fields.innerHTML = await answer.text(); // a chooser of a model processes its own content
     this.dataset.shape = shape;
     for (const id of open) document.getElementById(id)?.setAttribute("open", "");
     this.setView(this.view);
