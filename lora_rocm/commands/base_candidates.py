@@ -94,6 +94,12 @@ class Candidate:
     seen: SeenBase
     fit: Fit
 
+    @property
+    def name(self) -> str:
+        """A short name: the id of a model of the hub, or the last part of a path."""
+        path = Path(self.value)
+        return path.name if path.is_absolute() else self.value
+
 
 @dataclass(frozen=True)
 class Candidates:
@@ -159,8 +165,8 @@ def _named(place: ModelPlace, value: str) -> ModelPlace:
 class _Budget:
     """How many entries of folders and models may still be listed."""
 
-    scanned: int = MAX_SCANNED
-    models: int = MAX_MODELS
+    scanned: int = field(default_factory=lambda: MAX_SCANNED)
+    models: int = field(default_factory=lambda: MAX_MODELS)
 
 
 def _is_model_folder(path: Path) -> bool:
@@ -320,7 +326,7 @@ def candidates(
             found += own
             others += not own
     order: dict[Fit, int] = {"fits": 0, "other": 1, "unusable": 2}
-    found.sort(key=lambda one: (order[one.fit], Path(one.value).name.casefold(), one.value))
+    found.sort(key=lambda one: (order[one.fit], one.name.casefold(), one.value))
     return Candidates(found, unread, adapters, others, len(places) >= MAX_MODELS)
 
 
