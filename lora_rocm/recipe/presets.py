@@ -21,7 +21,13 @@ from lora_rocm.recipe.shipped import recipe_for
 from lora_rocm.recipe.value_edit import set_value
 
 PresetValue = bool | int | float | str
-STEPS, EPOCHS = "train.max_train_steps", "train.epochs"
+UNITS = {
+    "train.max_train_steps": "train.epochs",
+    "optim.lr_warmup_steps": "optim.lr_warmup_ratio",
+    "sample.every_n_steps": "sample.every_n_epochs",
+    "output.save_every_n_steps": "output.save_every_n_epochs",
+}
+"""Keys that a recipe may give in another unit instead. A preset does not change the unit."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +170,7 @@ class _Values:
             return False
         # With sources, resolution and length are in each of them, where presets do not change them
         in_sources = key in ("data.resolution", "data.max_length") and bool(self._recipe.data.sources)
-        other_unit = (key == STEPS and self.of(EPOCHS) is not None) or (key == EPOCHS and self.of(EPOCHS) is None)
-        return not in_sources and not other_unit
+        return not in_sources and not (key in UNITS and self.of(UNITS[key]))
 
     def of(self, key: str) -> object:
         return _value(self._recipe, key)

@@ -86,7 +86,7 @@ def test_a_preset_and_a_dropped_configuration_become_recipes(tab: Tab) -> None:
     page = tab.open("/recipe/new")
     assert tab.axe() == []
     page.get_by_label("Name of the recipe").first.fill("browser-new")
-    page.get_by_label("Preset").select_option("sdxl")
+    page.get_by_label("Shipped recipe").select_option("sdxl")
     page.get_by_role("button", name="Make the recipe").click()
     page.get_by_role("heading", name="browser-new.yaml is written").wait_for()
     assert tab.axe() == [] and tab.widest() <= 0
@@ -139,7 +139,7 @@ def test_from_a_preset_to_a_finished_run(tab: Tab) -> None:
     page.get_by_role("link", name="New training").click()
     page.get_by_role("link", name="New recipe").click()
     page.get_by_label("Name of the recipe").first.fill("first-training")
-    page.get_by_label("Preset").select_option("demo")
+    page.get_by_label("Shipped recipe").select_option("demo")
     page.get_by_role("button", name="Make the recipe").click()
     page.get_by_role("link", name="Open the recipe").click(timeout=WAIT_MS)
     steps = page.get_by_label("Steps").first
