@@ -65,7 +65,7 @@ def download_model(repo: str, revision: str | None, parts: Sequence[str], tokeni
     def has_weights(folder: Path) -> bool:
         return all(any((folder / part).glob("*.safetensors")) for part in parts)
 
-    half, full = (_of_parts(parts, tokenizers, form) for form in (".fp16", ""))
+    half, full = (_of_parts(parts, tokenizers, suffix) for suffix in (".fp16", ""))
     folder = download(repo, revision, half, has_weights) or download(repo, revision, full, has_weights)
     if folder is None:
         what = "Some components of this model are not on this machine as safetensors weights."
@@ -74,11 +74,11 @@ def download_model(repo: str, revision: str | None, parts: Sequence[str], tokeni
     return folder
 
 
-def _of_parts(parts: Sequence[str], tokenizers: Sequence[str], form: str) -> list[str]:
-    """Return the patterns of the files of a diffusers model. form: ".fp16" for half-precision weights, else empty."""
+def _of_parts(parts: Sequence[str], tokenizers: Sequence[str], suffix: str) -> list[str]:
+    """Return the patterns of the files of a diffusers model. suffix: ".fp16" for half-precision weights, else empty."""
     configs = [*INDEXES, "scheduler/*.json", *(f"{part}/*.json" for part in parts)]
     configs += [f"{tokenizer}/*" for tokenizer in tokenizers]
-    return [*configs, *(f"{part}/*{form}.safetensors" for part in parts)]
+    return [*configs, *(f"{part}/*{suffix}.safetensors" for part in parts)]
 
 
 def wanted_patterns(names: Collection[str]) -> list[str]:
@@ -107,18 +107,18 @@ def fetch(repo: str, patterns: Sequence[str]) -> Path:
         ModelError: hub-unreachable, hub-unknown, hub-gated.
         StorageError: the disk is full, or the cache cannot be written.
     """
-    with answered(repo, "The download broke off.", "Start it again: the files that are complete are kept."):
+    again = "Start it again: the files that are complete are kept."
+    with answered(repo, _error("hub-unreachable", "The hub stopped answering.", repo, again)):
         return Path(snapshot_download(repo, allow_patterns=list(patterns)))
 
 
 @contextmanager
-def answered(repo: str, what: str, fix: str) -> Iterator[None]:
+def answered(repo: str, unreachable: ModelError) -> Iterator[None]:
     """Turn the errors of the hub and the network into errors with a fix.
 
     Args:
         repo: hub id of the model.
-        what: what happened, if the hub cannot be reached.
-        fix: how to fix it then.
+        unreachable: the error for a hub that cannot be reached.
 
     Raises:
         ModelError: hub-unreachable, hub-unknown, hub-gated.
@@ -137,7 +137,7 @@ def answered(repo: str, what: str, fix: str) -> Iterator[None]:
     except (OSError, HTTPError) as error:
         if isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT):
             raise full(error) from error
-        raise _error("hub-unreachable", what, repo, fix) from error
+        raise unreachable from error
 
 
 def full(error: OSError) -> StorageError:
@@ -174,7 +174,7 @@ def download(repo: str, revision: str | None, patterns: list[str], complete: Cal
     what = "The model is neither a local folder nor cached, and the hub cannot be reached."
     fix = "Connect to the network once, or download the model elsewhere and set model.name_or_path to it."
     try:
-        with answered(repo, what, fix):
+        with answered(repo, _error("hub-unreachable", what, repo, fix)):
             model_info(repo, revision=revision, timeout=ANSWER_TIMEOUT_S)
             folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
     except ModelError as error:

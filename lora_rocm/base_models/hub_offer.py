@@ -1,4 +1,4 @@
-"""What a download of a base model from the Hugging Face hub would fetch, and on which terms, before it begins."""
+"""Files, size and terms of a base model on the Hugging Face hub, before it is downloaded."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ def offer(repo: str) -> HubOffer:
     if HUB_ID.fullmatch(repo) is None or len(repo) > MAX_REPO_LETTERS:
         fix = "Write it as on its page: OWNER/NAME."
         raise ModelError("hub-unknown", "This is not a hub id.", where=f"model.name_or_path: {repo!a:.100}", fix=fix)
-    what, fix = "The hub cannot be reached.", "Check the network, and HF_HUB_OFFLINE and HF_ENDPOINT if they are set."
-    with answered(repo, what, fix):
+    with answered(repo, _unreachable(repo)):
         info = model_info(repo, timeout=ANSWER_TIMEOUT_S, files_metadata=True)
     # Choose the files
     sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or ()}
@@ -62,11 +61,16 @@ def offer(repo: str) -> HubOffer:
     )
 
 
+def _unreachable(repo: str) -> ModelError:
+    fix = "Check the network, and HF_HUB_OFFLINE and HF_ENDPOINT if they are set."
+    return ModelError("hub-unreachable", "The hub cannot be reached.", where=f"model.name_or_path: {repo}", fix=fix)
+
+
 def _is_granted(repo: str, names: Sequence[str]) -> bool:
     """Whether the hub sends a file of a model with terms to this user."""
     smallest = next((name for name in names if name.endswith(".json")), names[0])
     try:
-        with answered(repo, "The hub cannot be reached.", "Check the network."):
+        with answered(repo, _unreachable(repo)):
             get_hf_file_metadata(hf_hub_url(repo, smallest), timeout=ANSWER_TIMEOUT_S)
     except ModelError as error:
         if error.code == "hub-gated":

@@ -1,6 +1,6 @@
 """Child process that asks the hub for a model, or downloads it: ``python -m lora_rocm.children.fetch JOB.json``.
 
-It is a process of its own, so that a download can be cancelled at any time. It does not import torch. It prints one
+It is a separate process, so that a download can be cancelled at any time. It does not import torch. It prints one
 JSON object (``HubOffer`` or ``Fetched``) or an error event.
 """
 
@@ -16,10 +16,13 @@ from lora_rocm.processes.job_file import to_json
 from lora_rocm.processes.jobs import Fetched, FetchJob, HubOffer, OfferJob, job_of
 
 
+JOBS: tuple[type[OfferJob | FetchJob], ...] = (OfferJob, FetchJob)
+
+
 def main() -> int:
     """Do the job, print its answer, and return the exit code."""
     try:
-        found, code = to_json(_done(job_of(OfferJob, FetchJob))), 0
+        found, code = to_json(_done(job_of(*JOBS))), 0
     except LoraRocmError as error:
         found, code = {"type": "error", **error.to_event()}, error.exit_code
     sys.stdout.write(json.dumps(found) + "\n")

@@ -66,7 +66,7 @@ class ModelPlace:
 
 @dataclass(frozen=True)
 class SeenBase:
-    """What the headers of a model tell.
+    """A model as its headers describe it.
 
     Attributes:
         title: description in a few words.
@@ -106,8 +106,8 @@ class Candidates:
     """The models for a key of a recipe.
 
     Attributes:
-        found: the models whose headers were read, those that fit first.
-        unread: number of models whose headers were not read yet.
+        found: the models with headers that were read, those that fit first.
+        unread: number of models with headers that were not read yet.
         adapters: number of LoRA files, which are not among them.
         others: number of other models that are not for this key, so that they are not among them either.
         are_more: whether there were too many files to list.
@@ -163,7 +163,7 @@ def _named(place: ModelPlace, value: str) -> ModelPlace:
 
 @dataclass
 class _Budget:
-    """How many entries of folders and models may still be listed."""
+    """The number of entries of folders, and of models, that may still be listed."""
 
     scanned: int = field(default_factory=lambda: MAX_SCANNED)
     models: int = field(default_factory=lambda: MAX_MODELS)
@@ -220,7 +220,7 @@ def _folder_place(folder: Path, top: Path) -> ModelPlace:
 
 
 class SeenBases:
-    """What headers told, by path, size and time of the files.
+    """Models as their headers describe them, by path, size and time of the files.
 
     Args:
         file: keeps it for the next process; None for no file.
@@ -237,7 +237,7 @@ class SeenBases:
                 self._known.update((path, (at, SeenBase(**seen))) for path, (at, seen) in kept["models"].items())
 
     def of(self, place: ModelPlace) -> SeenBase | None:
-        """Return what the headers of a model told; None if they were not read yet."""
+        """Return the description of a model; None if its headers were not read yet."""
         with self._lock:
             version, seen = self._known.get(str(place.path), ("", None))
             return seen if version == place.identity else None
@@ -255,7 +255,7 @@ class SeenBases:
         return seen
 
     def save(self, at_least: int = 1) -> None:
-        """Keep what was read for the next process, if it is at least this number of models. A full disk is no fault."""
+        """Keep what was read for the next process, if it is at least this number of models. A full disk is ignored."""
         with self._lock:
             if self._file is None or self._unsaved < at_least:
                 return
@@ -303,7 +303,7 @@ def candidates(
 
     Args:
         places: the models on this machine.
-        seen: what was read before. It gets what is read now.
+        seen: the headers that were read before. Those that are read now are added.
         key: a key of the ``model`` section.
         family: the recipe's value of ``model.family``; empty if it is not chosen yet.
         words: pieces of text that a model's path has to contain.

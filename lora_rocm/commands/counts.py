@@ -27,7 +27,7 @@ NOT_COUNTED: Mapping[str, Any] = {
     "lora": {"alpha", "init_from"},
     "runtime": {"memory", "graphs", "workers"},
 }
-"""Keys of a recipe that a count does not depend on: it counts one sample, and what an update adds to it."""
+"""Keys of a recipe that a count does not depend on: it counts one sample, and the memory of an update."""
 MAX_COUNTS, MAX_FILES = 64, 400
 
 

@@ -16,7 +16,7 @@ from lora_rocm.processes.jobs import FetchJob, HubOffer, OfferJob
 from lora_rocm.processes.tool import ask, run_job
 
 LOOK_S = 0.5
-"""Time between two looks at the sizes of the files."""
+"""Time between two readings of the sizes of the files."""
 INCOMPLETE, SPARE_BYTES = ".incomplete", 1 << 28
 Advance = Callable[[int, int], None]
 """Receives the bytes on the disk, and all bytes. If it raises an error, the download ends."""

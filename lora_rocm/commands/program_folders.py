@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 FolderKind = Literal["loras", "checkpoints", "diffusion_models", "text_encoders", "vae", "diffusers"]
-"""What a folder contains, by ComfyUI's names."""
+"""The content of a folder, by ComfyUI's names."""
 PROGRAMS = ("comfyui", "forge", "stable-diffusion-webui", "sd-webui", "swarmui", "stabilitymatrix")
 """Pieces of the names of folders in which these programs are installed, in lower case."""
 ROOTS = ("", "ComfyUI", "webui")
@@ -33,7 +33,7 @@ PLACES: Mapping[FolderKind, tuple[str, ...]] = {
     "vae": ("models/vae", "models/VAE", "Models/VAE"),
     "diffusers": ("models/diffusers", "models/Diffusers", "Models/Diffusers"),
 }
-"""Folders of each kind, relative to the folder of models' parent. Programs spell them in different ways."""
+"""Folders of each kind, relative to the folder of models' parent. Programs differ in their spelling."""
 NEAR = ("", "Documents", "Desktop", "Downloads", "AI", "ai", "apps", "src", "git", "StabilityMatrix/Packages")
 """Folders in the home folder in which programs are searched."""
 MAX_ENTRIES = 2000

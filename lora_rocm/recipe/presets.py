@@ -51,7 +51,7 @@ class PresetKey:
 
 @dataclass(frozen=True)
 class Preset:
-    """A named set of keys. purpose: what it is for, in a sentence."""
+    """A named set of keys. purpose: its purpose, in a sentence."""
 
     name: str
     title: str
@@ -122,7 +122,7 @@ def preset_named(name: str) -> Preset:
 
 
 def preset_changes(preset: Preset, recipe: Recipe, registry: FamilyRegistry = FAMILIES) -> tuple[PresetChange, ...]:
-    """Return what a preset changes in a recipe. Keys that have its value already are left out.
+    """Return what a preset changes in a recipe. Keys that have its value already are omitted.
 
     Args:
         preset: the preset.
@@ -163,7 +163,7 @@ class _Values:
         self._usual: Recipe | None = None
 
     def concerns(self, row: PresetKey) -> bool:
-        """Whether the recipe's family reads the key, and a change of it has an effect."""
+        """Whether the recipe's family reads the key, and a change has an effect."""
         spec, key = self._recipe.spec, row.key
         kind = "texts" if spec.trains_on_texts else "images"
         if key not in self.keys or spec.name in row.not_for or row.of not in ("", kind):

@@ -66,7 +66,7 @@ def test_only_what_a_count_depends_on_is_counted_again(path: Path, monkeypatch: 
 
 
 def test_a_count_is_the_same_after_these_changes(path: Path) -> None:
-    """The keys that are left out of the key of a count, all changed at once."""
+    """All keys that a count does not depend on, changed at once."""
     from lora_rocm.children.plan import _counted
     from lora_rocm.hardware.settings import Settings
 

@@ -1,4 +1,4 @@
-"""Presets: what they change in each shipped recipe, and that they change nothing more afterwards."""
+"""Presets and their changes in each shipped recipe. Afterwards they change nothing more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chooser of a base model: what is on this machine, for the fields of a recipe that name a model."""
+"""The chooser of a base model among those on this machine, for the fields of a recipe that name a model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 TEMPLATE = "model_picker.html.j2"
 SHOWN, SAVED_AT = 60, 50
 LISTED_S, READING_S, ANSWER_S = 20.0, 0.4, 0.3
-"""How long a list of names is used again, how long one answer reads headers, and how long it waits for short work."""
+"""Time for which a list of names is used again, in which one answer reads headers, and for which it waits for work."""
 OFFER, DOWNLOAD, MAX_REPO_LETTERS = "hub-offer-", "hub-download-", 200
 
 
 def picker(request: Request) -> Response:
-    """The chooser for a field: a search, the models, and the ways to get others."""
+    """The chooser for a field: a search, the models, another folder, and a download."""
     key, family = _asked(request)
     return fragment(request, TEMPLATE, "picker", **_found(context_of(request), key, family, ""), words="")
 
 
 def listed(request: Request) -> Response:
-    """The models whose paths have some words. It asks again while there are headers to read."""
+    """The models with some words in their paths. It asks again while there are headers to read."""
     key, family = _asked(request)
     words = query_of(request, "words")[:200]
     return fragment(request, TEMPLATE, "models", **_found(context_of(request), key, family, words), words=words)
@@ -76,7 +76,7 @@ def _asked(request: Request) -> tuple[str, str]:
     return key, family
 
 
-def _found(ui: UiContext, key: str, family: str, words: str) -> dict[str, object]:
+def _found(ui: UiContext, key: str, family: str, words: str) -> dict[str, Any]:
     from lora_rocm.commands.base_candidates import candidates
 
     seen = _seen()
@@ -90,7 +90,7 @@ def _found(ui: UiContext, key: str, family: str, words: str) -> dict[str, object
 
 
 def offer(request: Request) -> Response:
-    """What a download from the hub would fetch. The hub is asked in the background."""
+    """Files, size and terms of a model of the hub. The hub is asked in the background."""
     from lora_rocm.commands.hub_download import offered
 
     repo = query_of(request, "repo").strip()[:MAX_REPO_LETTERS]
@@ -153,7 +153,7 @@ def _digest(repo: str) -> str:
 
 @functools.cache
 def _seen() -> SeenBases:
-    """Return what the headers of models told, which is kept in a file of the user."""
+    """Return the descriptions of models, which are kept in a file of the user."""
     from lora_rocm.commands.base_candidates import SeenBases
 
     return SeenBases(own_app_dir() / "ui" / "seen_models.json")

@@ -34,7 +34,7 @@ PLAN, MEASURE = "recipe-plan-", "recipe-measure-"
 NOT_COUNTED = {"sample", "output", "timeouts", "cache"}
 """Sections that change neither memory nor time of a step."""
 KNOWN_S = 1.5
-"""How long an answer waits for an estimate whose count is known. It usually takes a fraction of it."""
+"""Time for which an answer waits for an estimate with a known count. It usually takes less."""
 _one_at_a_time = threading.Lock()
 _newest: dict[str, str] = {}
 _shown: dict[str, str] = {}
@@ -77,7 +77,7 @@ def _plan(request: Request, text: str) -> Response:
 
 @functools.cache
 def _counts() -> Counts:
-    """Return the counts of this server. They are computed anew by the next one."""
+    """Return the counts of this server. The next one counts again."""
     from lora_rocm.commands.counts import Counts
 
     return Counts()

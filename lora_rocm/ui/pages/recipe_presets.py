@@ -22,7 +22,7 @@ EDITOR = "recipe.html.j2"
 
 
 async def preset(request: Request) -> Response:
-    """What a preset changes in a text that is not saved yet."""
+    """The changes of a preset in a text that is not saved yet."""
     return await run_in_threadpool(_preset, request, *await _asked(request))
 
 
@@ -44,7 +44,7 @@ def _apply(request: Request, text: str, name: str) -> Response:
 
 
 def _changes(request: Request, text: str, name: str) -> tuple[Preset, tuple[PresetChange, ...]]:
-    """Return a preset and what it changes.
+    """Return a preset and its changes.
 
     Raises:
         RecipeError: the text is not a valid recipe.
