@@ -15,7 +15,6 @@ from lora_rocm.errors import LoraRocmError
 from lora_rocm.processes.job_file import to_json
 from lora_rocm.processes.jobs import Fetched, FetchJob, HubOffer, OfferJob, job_of
 
-
 JOBS: tuple[type[OfferJob | FetchJob], ...] = (OfferJob, FetchJob)
 
 
