@@ -19,7 +19,7 @@ from typing import Literal
 
 from lora_rocm import __version__
 from lora_rocm.commands.inspect_file import Found, inspect_headers
-from lora_rocm.commands.program_folders import FolderKind, program_folders
+from lora_rocm.commands.program_folders import kinds_of_bases, program_folders
 from lora_rocm.errors import LoraRocmError, StorageError
 from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.files import write_json
@@ -30,7 +30,6 @@ from lora_rocm.model_files.hub_cache import cached_repositories, hub_cache
 from lora_rocm.model_files.models import INDEXES
 from lora_rocm.recipe.sections import ModelSection, path_rule
 
-KINDS: tuple[FolderKind, ...] = ("checkpoints", "diffusion_models", "text_encoders", "vae", "diffusers")
 READ, REFUSED = (".safetensors", ".sft"), (*(suffix for suffix in PICKLE_SUFFIXES if suffix != ".bin"), ".gguf")
 """Suffixes of files that are read, and of those that are only named with the reason why they are not."""
 MAX_MODELS, MAX_SCANNED, MAX_DEPTH, MAX_KNOWN = 5000, 100_000, 6, 20_000
@@ -151,7 +150,7 @@ def model_places(
         for place in _walk(repository.snapshot, repository.snapshot, budget, 0):
             value = repository.name if whole and place.path == repository.snapshot else place.value
             found.setdefault(place.path, _named(place, value))
-    for folder in [*program_folders(KINDS, home, around), *named]:
+    for folder in [*program_folders(kinds_of_bases(), home, around), *named]:
         for place in _walk(folder, folder, budget, 0):
             found.setdefault(place.path, place)
     return list(found.values())

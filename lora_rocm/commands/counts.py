@@ -14,6 +14,7 @@ from typing import Any
 from lora_rocm.commands.plan import counted_in_child
 from lora_rocm.model_files.hub_cache import PREFIX, hub_cache
 from lora_rocm.processes.jobs import Counted
+from lora_rocm.recipe.optim_sections import OptimSection
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.environment import plan as environment_plan
 from lora_rocm.rules.rule import Situation
@@ -23,7 +24,7 @@ NOT_COUNTED: Mapping[str, Any] = {
     "output": True,
     "timeouts": True,
     "train": {"batch_size", "gradient_accumulation_steps", "max_train_steps", "epochs", "seed"},
-    "optim": {"learning_rate", "text_encoder_learning_rate", "lr_scheduler", "lr_warmup_steps", "weight_decay"},
+    "optim": {*OptimSection.model_fields} - {"optimizer"},
     "lora": {"alpha", "init_from"},
     "runtime": {"memory", "graphs", "workers"},
 }

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from lora_rocm.commands.program_folders import program_folders
+from lora_rocm.commands.program_folders import LORAS, program_folders
 from lora_rocm.errors import UserError, storage_error
 from lora_rocm.foundation.files import file_exists, write_json, write_pieces
 from lora_rocm.foundation.json_text import object_in
@@ -24,7 +24,7 @@ def found_lora_folders(home: Path, around: Iterable[Path] = ()) -> list[Path]:
         home: the user's home folder.
         around: further folders in which the programs may be.
     """
-    return program_folders(["loras"], home, around)
+    return program_folders([LORAS], home, around)
 
 
 def chosen_folder() -> Path | None:

@@ -1,57 +1,61 @@
-"""The model folders of ComfyUI, Forge and programs like them on this machine."""
+"""The model folders of ComfyUI, Forge and programs like them on this machine (``program_folders.toml``)."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Literal
 
-FolderKind = Literal["loras", "checkpoints", "diffusion_models", "text_encoders", "vae", "diffusers"]
-"""The content of a folder, by ComfyUI's names."""
-PROGRAMS = ("comfyui", "forge", "stable-diffusion-webui", "sd-webui", "swarmui", "stabilitymatrix")
-"""Pieces of the names of folders in which these programs are installed, in lower case."""
-ROOTS = ("", "ComfyUI", "webui")
-"""Folders of a program in which its folder of models may be; the others are of its portable editions."""
-PLACES: Mapping[FolderKind, tuple[str, ...]] = {
-    "loras": ("models/loras", "models/Lora", "Models/Lora"),
-    "checkpoints": (
-        "models/checkpoints",
-        "models/Stable-diffusion",
-        "Models/Stable-Diffusion",
-        "Models/StableDiffusion",
-    ),
-    "diffusion_models": ("models/diffusion_models", "models/unet", "Models/diffusion_models", "Models/DiffusionModels"),
-    "text_encoders": (
-        "models/text_encoders",
-        "models/clip",
-        "models/text_encoder",
-        "Models/clip",
-        "Models/TextEncoders",
-    ),
-    "vae": ("models/vae", "models/VAE", "Models/VAE"),
-    "diffusers": ("models/diffusers", "models/Diffusers", "Models/Diffusers"),
-}
-"""Folders of each kind, relative to the folder of models' parent. Programs differ in their spelling."""
-NEAR = ("", "Documents", "Desktop", "Downloads", "AI", "ai", "apps", "src", "git", "StabilityMatrix/Packages")
-"""Folders in the home folder in which programs are searched."""
+from lora_rocm.foundation.tables import read_table
+
+LORAS = "loras"
 MAX_ENTRIES = 2000
 
 
-def program_folders(kinds: Iterable[FolderKind], home: Path, around: Iterable[Path] = ()) -> list[Path]:
-    """Return the existing folders of these programs for these kinds of models.
+@dataclass(frozen=True)
+class FolderTable:
+    """The table ``program_folders.toml``.
+
+    Attributes:
+        roots: folders of a program in which its folder of models may be.
+        programs: pieces of the names of folders in which programs are installed, in lower case.
+        near: folders in the home folder in which programs are searched.
+        places: folders of models by kind.
+    """
+
+    roots: tuple[str, ...]
+    programs: tuple[str, ...]
+    near: tuple[str, ...]
+    places: Mapping[str, tuple[str, ...]]
+
+
+@cache
+def _table() -> FolderTable:
+    return read_table(Path(__file__).with_name("program_folders.toml"), FolderTable)
+
+
+def kinds_of_bases() -> tuple[str, ...]:
+    """Return the kinds of folders that contain base models or their parts."""
+    return tuple(kind for kind in _table().places if kind != LORAS)
+
+
+def program_folders(kinds: Iterable[str], home: Path, around: Iterable[Path] = ()) -> list[Path]:
+    """Return the existing folders of these programs for some kinds of models.
 
     Args:
         kinds: the kinds.
         home: the user's home folder.
         around: further folders in which the programs may be.
     """
-    places = [place for kind in kinds for place in PLACES[kind]]
+    table = _table()
+    places = [place for kind in kinds for place in table.places[kind]]
     found = dict[Path, None]()
-    for folder in dict.fromkeys([*(home / name for name in NEAR), *around]):
+    for folder in dict.fromkeys([*(home / name for name in table.near), *around]):
         for program in _programs(folder):
-            for path in (program / root / place for root in ROOTS for place in places):
+            for path in (program / root / place for root in table.roots for place in places):
                 with contextlib.suppress(OSError):
                     if path.is_dir():
                         found[path.resolve()] = None
@@ -63,5 +67,5 @@ def _programs(folder: Path) -> Iterator[Path]:
         for number, entry in enumerate(entries):
             if number >= MAX_ENTRIES:
                 return
-            if any(name in entry.name.lower() for name in PROGRAMS):
+            if any(name in entry.name.lower() for name in _table().programs):
                 yield folder / entry.name
