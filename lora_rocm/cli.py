@@ -159,11 +159,15 @@ def new(
     card: Annotated[
         str | None, typer.Option(metavar="12GB", help="Fill in for a GPU of this size, not for this machine's.")
     ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Fill in a preset: fast-look, balanced, best-quality or little-memory."),
+    ] = None,
 ) -> int:
     """Copy a shipped recipe, and fill in what model, images or texts, and GPU show."""
     from lora_rocm.commands import new as command
 
-    found = command.new(command.NewRequest(path, source, images, texts, model, card), notify=output.notify)
+    found = command.new(command.NewRequest(path, source, images, texts, model, card, preset), notify=output.notify)
     return output.show(found, command.render(found))
 
 

@@ -129,7 +129,7 @@ def inspect(path: Path, registry: FamilyRegistry = FAMILIES, judge: Judge = judg
 
 def _judged(path: Path, registry: FamilyRegistry, judge: Judge) -> Found:
     """Return the description without the key ``usable``."""
-    found = _inspected(path, registry)
+    found = inspect_headers(path, registry)
     candidates = found.pop("candidates", [])
     if not candidates:
         return found
@@ -147,7 +147,7 @@ def _judged(path: Path, registry: FamilyRegistry, judge: Judge) -> Found:
     return found
 
 
-def _inspected(path: Path, registry: FamilyRegistry) -> Found:
+def inspect_headers(path: Path, registry: FamilyRegistry) -> Found:
     """Return the description of a file or folder, from names and headers alone.
 
     It may have the extra key ``candidates``: values of ``model.family`` for which the path may be a base.
@@ -214,7 +214,7 @@ def _standard(header: TensorFileHeader) -> TensorFileHeader:
 def _folder(path: Path, registry: FamilyRegistry) -> Found:
     """Return the description of a folder, from its configs: a model, a run, a run's checkpoint, or a PEFT adapter."""
     if (path / PEFT_CONFIG).is_file() or (path / PEFT_WEIGHTS).is_file():
-        return _inspected(path / PEFT_WEIGHTS, registry)
+        return inspect_headers(path / PEFT_WEIGHTS, registry)
     if (path / STATE).is_file() and (path / "adapter.safetensors").is_file():
         return {"title": "a training state of lora-rocm", "families": [], "trainable": [], "no_model": True}
     if RunDir(path).holds_run():
@@ -245,7 +245,7 @@ def _peft_folder(parts: Sequence[Path], registry: FamilyRegistry) -> Found:
     from lora_rocm.commands.adapter_verdict import has_fault, refusals
 
     # find the families that fit all components
-    found = {part.name: _inspected(part, registry) for part in parts}
+    found = {part.name: inspect_headers(part, registry) for part in parts}
     if len(found) == 1:
         return found[parts[0].name]
     known = [set(part["families"]) for part in found.values() if part["families"]]

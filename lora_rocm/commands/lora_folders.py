@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
+from lora_rocm.commands.program_folders import LORAS, program_folders
 from lora_rocm.errors import UserError, storage_error
 from lora_rocm.foundation.files import file_exists, write_json, write_pieces
 from lora_rocm.foundation.json_text import object_in
 from lora_rocm.hardware.app_dir import own_app_dir
 
-PROGRAMS = ("comfyui", "forge", "stable-diffusion-webui", "sd-webui", "swarmui")
-"""Pieces of the names of folders in which these programs are installed, in lower case."""
-PLACES = ("models/loras", "ComfyUI/models/loras", "models/Lora", "webui/models/Lora", "Models/Lora")
-"""LoRA folders, relative to the folder of a program."""
-NEAR = ("", "Documents", "Desktop", "Downloads", "AI", "ai", "apps", "src", "git", "StabilityMatrix/Packages")
-"""Folders in the home folder in which programs are searched."""
-MAX_ENTRIES = 2000
 MAX_CHOICE_BYTES = 1 << 16
 PIECE_BYTES = 1 << 22
 
@@ -30,24 +24,7 @@ def found_lora_folders(home: Path, around: Iterable[Path] = ()) -> list[Path]:
         home: the user's home folder.
         around: further folders in which the programs may be.
     """
-    near = [home / name for name in NEAR] + [*around]
-    found = dict[Path, None]()
-    for folder in dict.fromkeys(near):
-        for program in _programs(folder):
-            for place in PLACES:
-                with contextlib.suppress(OSError):
-                    if (path := program / place).is_dir():
-                        found[path.resolve()] = None
-    return list(found)
-
-
-def _programs(folder: Path) -> Iterator[Path]:
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for number, entry in enumerate(entries):
-            if number >= MAX_ENTRIES:
-                return
-            if any(name in entry.name.lower() for name in PROGRAMS):
-                yield folder / entry.name
+    return program_folders([LORAS], home, around)
 
 
 def chosen_folder() -> Path | None:

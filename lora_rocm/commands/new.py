@@ -14,6 +14,7 @@ from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.files import file_exists, require_place, write_new
 from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.foundation.undecodable_names import NOT_TEXT, fix_of_name
+from lora_rocm.recipe.presets import preset_named
 from lora_rocm.recipe.recipe_text import RecipeText
 from lora_rocm.recipe.shipped import ShippedRecipe, is_for, recipe_for, shipped, shipped_named
 
@@ -62,6 +63,7 @@ class NewRequest:
         texts: table or folder of texts, or None.
         model: file, folder or hub id of the base model, or None for the recipe's.
         card: memory of a GPU such as "12GB", or None for this machine's GPU.
+        preset: name of a preset (``recipe.presets``), or None.
     """
 
     path: Path | None = None
@@ -70,10 +72,11 @@ class NewRequest:
     texts: str | None = None
     model: str | None = None
     card: str | None = None
+    preset: str | None = None
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is filled in."""
+        """Whether nothing is filled in, except for a preset."""
         return (self.images, self.texts, self.model, self.card) == (None, None, None, None)
 
 
@@ -158,6 +161,8 @@ def new(request: NewRequest, *, registry: FamilyRegistry = FAMILIES, notify: Not
             raise UserError("name-not-text", NOT_TEXT, where=option, fix=fix_of)
     if request.path is not None:
         require_new(request.path)
+    if request.preset is not None:
+        preset_named(request.preset)
     # Copy, and fill in
     chosen = shipped_named(request.source, registry) if request.source is not None else None
     if not request.is_plain:
@@ -166,8 +171,19 @@ def new(request: NewRequest, *, registry: FamilyRegistry = FAMILIES, notify: Not
         raise _unnamed(registry)
     path = request.path or default_path(chosen)
     require_new(path)
+    if request.preset is not None:
+        return _with_preset(request.preset, path, chosen, registry)
     write_new(path, chosen.path.read_bytes())
     return NewResult(path, chosen.name, (), _open_lines(RecipeText(chosen.text)), (), check_command(path))
+
+
+def _with_preset(preset: str, path: Path, chosen: ShippedRecipe, registry: FamilyRegistry) -> NewResult:
+    """Copy a recipe with the values of a preset."""
+    from lora_rocm.commands import recipe_filling
+
+    draft = recipe_filling.RecipeDraft(RecipeText(chosen.text), registry)
+    recipe_filling.fill_preset(draft, preset)
+    return _written(path, chosen, draft, None)
 
 
 def _filled(request: NewRequest, chosen: ShippedRecipe | None, registry: FamilyRegistry, notify: Notify) -> NewResult:
@@ -191,6 +207,8 @@ def _filled(request: NewRequest, chosen: ShippedRecipe | None, registry: FamilyR
     draft = recipe_filling.RecipeDraft(RecipeText(chosen.text), registry)
     if seen is not None:
         recipe_filling.fill_model(draft, seen, family)
+    if request.preset is not None:
+        recipe_filling.fill_preset(draft, request.preset)
     buckets: tuple[int, ...] = ()
     if request.images is not None:
         notify(f"Reading the images of {request.images}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lora_rocm.commands.next_command import train_command
@@ -233,6 +233,21 @@ class Estimate:
     situation: Situation
 
 
+Counting = Callable[[Recipe, Situation, bool], Counted]
+"""Counts the memory of a recipe; the last argument is whether the user named a GPU."""
+
+
+def counted_in_child(recipe: Recipe, situation: Situation, for_card: bool) -> Counted:
+    """Count the memory of a recipe in a child process.
+
+    Raises:
+        LoraRocmError: the model is wrong.
+    """
+    env = {**environment_plan(situation).applied_to(os.environ), "HF_HUB_OFFLINE": "1"}
+    job = PlanJob(recipe.model_dump(mode="json"), for_card=for_card, for_gpu=for_card or situation.gpu is not None)
+    return ask(job, Counted, env)
+
+
 def estimate(recipe: Recipe, card: str | None = None) -> Estimate:
     """Count the memory of a recipe in a child process, and find the available memory.
 
@@ -245,7 +260,7 @@ def estimate(recipe: Recipe, card: str | None = None) -> Estimate:
     """
     total = None if card is None else card_bytes(card)
     situation = situation_here(recipe)
-    counted = _counted(recipe, situation, card is not None)
+    counted = counted_in_child(recipe, situation, card is not None)
     gpu = counted.gpu
     if total is not None:
         return _estimate(recipe, counted, situation, _room_of_card(total), Rates(), on_gpu=True)
@@ -253,12 +268,15 @@ def estimate(recipe: Recipe, card: str | None = None) -> Estimate:
     return _estimate(recipe, counted, situation, _room_here(situation, gpu), rates, on_gpu=gpu is not None)
 
 
-def estimates_unmeasured(recipe: Recipe, cards: Sequence[str]) -> list[tuple[str | None, Estimate]]:
+def estimates_unmeasured(
+    recipe: Recipe, cards: Sequence[str], counting: Counting = counted_in_child
+) -> list[tuple[str | None, Estimate]]:
     """Count the memory of a recipe once, for several GPUs. No GPU is used, so that a run on it is not disturbed.
 
     Args:
         recipe: the recipe.
         cards: memory of each GPU, such as "24GB".
+        counting: counts the recipe, or knows its count.
 
     Returns:
         Each card with its estimate. If the system names a GPU of this machine, it comes first as None.
@@ -268,7 +286,7 @@ def estimates_unmeasured(recipe: Recipe, cards: Sequence[str]) -> list[tuple[str
     """
     totals = [(card, card_bytes(card)) for card in cards]
     situation = situation_here(recipe)
-    counted = _counted(recipe, situation, for_card=True)
+    counted = counting(recipe, situation, True)
     rooms: list[tuple[str | None, AvailableMemory]] = [(card, _room_of_card(total)) for card, total in totals]
     if situation.gpu is not None:
         rooms.insert(0, (None, _room_here(situation, None)))
@@ -296,12 +314,6 @@ def card_bytes(text: str) -> int:
             "card-unclear", "This is not a memory size.", where=f"--card {text!a:.40}", fix="For example --card 24GB."
         )
     return int(amount * GIB)
-
-
-def _counted(recipe: Recipe, situation: Situation, for_card: bool) -> Counted:
-    env = {**environment_plan(situation).applied_to(os.environ), "HF_HUB_OFFLINE": "1"}
-    job = PlanJob(recipe.model_dump(mode="json"), for_card=for_card, for_gpu=for_card or situation.gpu is not None)
-    return ask(job, Counted, env)
 
 
 def _room_of_card(total_bytes: int) -> AvailableMemory:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lora_rocm.commands.plan import estimates_unmeasured
-from lora_rocm.planning.step_choice import choose, smallest
+from lora_rocm.commands.plan import Counting, counted_in_child, estimates_unmeasured
+from lora_rocm.planning.step_choice import PlanMemory
 from lora_rocm.planning.step_plan import Plan
-from lora_rocm.planning.step_requirements import plan_text
+from lora_rocm.planning.step_requirements import RecipeJob, plan_text
 from lora_rocm.recipe.schema import Recipe
 
 
@@ -37,22 +37,26 @@ class CardPlan:
         return self.slowness is not None
 
 
-def plan_cards(recipe: Recipe, cards: Sequence[str]) -> tuple[CardPlan, ...]:
+def plan_cards(recipe: Recipe, cards: Sequence[str], counting: Counting = counted_in_child) -> tuple[CardPlan, ...]:
     """Choose a plan for each GPU as training would.
 
     Args:
         recipe: the recipe. Its model is not downloaded, and its images are not read.
         cards: memory of each GPU, such as "24GB". The GPU of this machine comes first, if there is one.
+        counting: counts the recipe, or knows its count.
 
     Raises:
         LoraRocmError: the model is wrong.
     """
     found = []
-    for card, each in estimates_unmeasured(recipe, cards):
-        room = each.room.num_bytes
-        chosen = choose(room, each.footprint, each.job, each.rates)
-        shown = chosen or smallest(each.footprint, each.job, each.rates)
-        found.append((card, each, chosen, shown.needed_bytes))
+    known: list[tuple[RecipeJob, PlanMemory]] = []  # all cards have the same plans, unless one shares main memory
+    for card, each in estimates_unmeasured(recipe, cards, counting):
+        plans = next((plans for job, plans in known if job == each.job), None)
+        if plans is None:
+            plans = PlanMemory(each.footprint, each.job, each.rates)
+            known.append((each.job, plans))
+        chosen = plans.choose(each.room.num_bytes)
+        found.append((card, each, chosen, (chosen or plans.smallest()).needed_bytes))
     times = [chosen.step_s for _, _, chosen, _ in found if chosen is not None]
     return tuple(
         CardPlan(

@@ -17,6 +17,7 @@ from lora_rocm.foundation.files import temporary_folder, write_atomic
 from lora_rocm.foundation.names import BUILTIN
 from lora_rocm.foundation.units import count_text, size_text
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe
+from lora_rocm.recipe.presets import preset_changes, preset_named
 from lora_rocm.recipe.recipe_text import RecipeText, Value, written
 from lora_rocm.recipe.schema import DataSection, Recipe
 from lora_rocm.recipe.source_sections import CaptionFallback
@@ -168,6 +169,20 @@ def fill_model(draft: RecipeDraft, seen: SeenModel, family: str) -> None:
     reason = f"recognised: {seen.title}" if seen.families else "of the recipe; the model is not on this machine"
     draft.set("model", "family", family, reason, at_top=True)
     draft.set("model", "name_or_path", seen.name, "from --model")
+
+
+# The preset
+
+
+def fill_preset(draft: RecipeDraft, name: str) -> None:
+    """Fill in the values of a preset. Images, texts and GPU may change them afterwards, each with its own reason.
+
+    Raises:
+        UserError: no-preset.
+    """
+    preset = preset_named(name)
+    for change in preset_changes(preset, draft.recipe, draft.registry):
+        draft.set(change.section, change.name, change.value, f"{preset.name}: {change.why}")
 
 
 # The images

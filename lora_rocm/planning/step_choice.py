@@ -26,38 +26,85 @@ class PassVariant:
     unpacks_once: bool
 
 
-def choose(budget_bytes: int | None, footprint: Footprint, job: StepRequirements, rates: Rates) -> Plan | None:
-    """Return the fastest plan within the budget, or None if no plan fits.
+class PlanMemory:
+    """The plans of a recipe. Each is computed once, also if several amounts of memory are asked for.
 
-    ``budget_bytes``: the available memory, or None for no limit.
+    Args:
+        footprint, job, rates: see ``step_plan.planned``.
     """
-    limit = float("inf") if budget_bytes is None else budget_bytes
-    fitting = [
-        plan
-        for parts in parts_of(job)
-        for mode in job.modes
-        if (plan := fit(limit, mode, parts, footprint, job, rates)) is not None
-    ]
-    return min(fitting, key=lambda plan: (plan.step_s, plan.needed_bytes), default=None)
+
+    def __init__(self, footprint: Footprint, job: StepRequirements, rates: Rates) -> None:
+        self._footprint, self._job, self._rates = footprint, job, rates
+        self._known: dict[tuple[Mode, int, PassVariant], tuple[list[Plan], Iterator[Plan]]] = {}
+
+    def choose(self, budget_bytes: int | None) -> Plan | None:
+        """Return the fastest plan within the budget, or None if no plan fits.
+
+        ``budget_bytes``: the available memory, or None for no limit.
+        """
+        limit = float("inf") if budget_bytes is None else budget_bytes
+        found = [self.fit(limit, mode, parts) for parts in parts_of(self._job) for mode in self._job.modes]
+        fitting = [plan for plan in found if plan is not None]
+        return min(fitting, key=lambda plan: (plan.step_s, plan.needed_bytes), default=None)
+
+    def smallest(self) -> Plan:
+        """Return the plan that needs the least memory."""
+        ways = [(mode, parts) for parts in parts_of(self._job) for mode in self._job.modes]
+        plans = (plan for way in ways for plan in self.plans_of(*way))
+        return min(plans, key=lambda plan: (plan.needed_bytes, plan.step_s))
+
+    def fit(self, limit: float, mode: Mode, parts: int) -> Plan | None:
+        """Return the fastest plan of a mode that needs at most ``limit`` bytes, or None if none fits."""
+        found = []
+        for variant in variants_of(mode, self._footprint, self._job):
+            plans = self._of_variant(mode, parts, variant)
+            found.append(next((plan for plan in plans if plan.needed_bytes <= limit), None))
+        return min((plan for plan in found if plan is not None), key=lambda plan: plan.step_s, default=None)
+
+    def plans_of(self, mode: Mode, parts: int) -> Iterator[Plan]:
+        """Yield the plans of a mode by variant. Within a variant, each gives up more than the one before."""
+        for variant in variants_of(mode, self._footprint, self._job):
+            yield from self._of_variant(mode, parts, variant)
+
+    def _of_variant(self, mode: Mode, parts: int, variant: PassVariant) -> Iterator[Plan]:
+        key = (mode, parts, variant)
+        if key not in self._known:
+            self._known[key] = ([], self._computed(mode, parts, variant))
+        known, rest = self._known[key]
+        yield from known
+        for plan in rest:
+            known.append(plan)
+            yield plan
+
+    def _computed(self, mode: Mode, parts: int, variant: PassVariant) -> Iterator[Plan]:
+        one = replace(self._job, graphs=variant.graphs)
+        for choice in choices_of(mode, self._footprint, self._job, self._rates, variant):
+            yield planned(mode, parts, choice, self._footprint, one, self._rates)
+
+
+def choose(budget_bytes: int | None, footprint: Footprint, job: StepRequirements, rates: Rates) -> Plan | None:
+    """Return the fastest plan within the budget, or None if no plan fits. See ``PlanMemory.choose``."""
+    return PlanMemory(footprint, job, rates).choose(budget_bytes)
 
 
 def smallest(footprint: Footprint, job: StepRequirements, rates: Rates) -> Plan:
     """Return the plan that needs the least memory."""
-    plans = (
-        plan for parts in parts_of(job) for mode in job.modes for plan in plans_of(mode, parts, footprint, job, rates)
-    )
-    return min(plans, key=lambda plan: (plan.needed_bytes, plan.step_s))
+    return PlanMemory(footprint, job, rates).smallest()
 
 
 def table(budget_bytes: int | None, footprint: Footprint, job: StepRequirements, rates: Rates) -> list[Plan]:
     """Return, for each number of parts and each mode, the fastest plan that fits, or else the smallest plan."""
-    limit = float("inf") if budget_bytes is None else budget_bytes
+    limit, plans = float("inf") if budget_bytes is None else budget_bytes, PlanMemory(footprint, job, rates)
     return [
-        fit(limit, mode, parts, footprint, job, rates)
-        or min(plans_of(mode, parts, footprint, job, rates), key=lambda plan: plan.needed_bytes)
+        plans.fit(limit, mode, parts) or min(plans.plans_of(mode, parts), key=lambda plan: plan.needed_bytes)
         for parts in parts_of(job)
         for mode in job.modes
     ]
+
+
+def plans_of(mode: Mode, parts: int, footprint: Footprint, job: StepRequirements, rates: Rates) -> Iterator[Plan]:
+    """Yield the plans of a mode by variant. Within a variant, each gives up more than the one before."""
+    return PlanMemory(footprint, job, rates).plans_of(mode, parts)
 
 
 def parts_of(job: StepRequirements) -> list[int]:
@@ -66,29 +113,6 @@ def parts_of(job: StepRequirements) -> list[int]:
     while found[-1] < job.batch_size:
         found.append(min(found[-1] * 2, job.batch_size))
     return found
-
-
-def fit(limit: float, mode: Mode, parts: int, footprint: Footprint, job: StepRequirements, rates: Rates) -> Plan | None:
-    """Return the fastest plan of a mode that needs at most ``limit`` bytes, or None if none fits."""
-    found = []
-    for variant in variants_of(mode, footprint, job):
-        variants = _of_variant(mode, variant, parts, footprint, job, rates)
-        found.append(next((plan for plan in variants if plan.needed_bytes <= limit), None))
-    return min((plan for plan in found if plan is not None), key=lambda plan: plan.step_s, default=None)
-
-
-def plans_of(mode: Mode, parts: int, footprint: Footprint, job: StepRequirements, rates: Rates) -> Iterator[Plan]:
-    """Yield the plans of a mode by variant. Within a variant, each gives up more than the one before."""
-    for variant in variants_of(mode, footprint, job):
-        yield from _of_variant(mode, variant, parts, footprint, job, rates)
-
-
-def _of_variant(
-    mode: Mode, variant: PassVariant, parts: int, footprint: Footprint, job: StepRequirements, rates: Rates
-) -> Iterator[Plan]:
-    one = replace(job, graphs=variant.graphs)
-    for choice in choices_of(mode, footprint, job, rates, variant):
-        yield planned(mode, parts, choice, footprint, one, rates)
 
 
 def variants_of(mode: Mode, footprint: Footprint, job: StepRequirements) -> list[PassVariant]:

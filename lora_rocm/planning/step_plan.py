@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 Mode = Literal["keep", "selective", "attention", "recompute", "inputs", "offload"]
@@ -168,6 +169,11 @@ class Footprint:
     smaller: tuple[SmallerAdapter, ...] = ()
     kernels: tuple[str, ...] = ()
     recomputed_shared_bytes: int = 0
+
+    @cached_property
+    def known_passes(self) -> dict[tuple[bool, bool, int], int]:
+        """Activations of fully recomputed passes that were computed before, because most plans ask for the same."""
+        return {}
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -468,10 +474,12 @@ def _passing_bytes(footprint: Footprint, choice: StepChoice, rows: int) -> float
     """
     every = range(len(footprint.blocks))
     rest = (choice.offloaded, choice.attention, choice.offloads_inputs)
-    if any(rest) or len(choice.recomputed) < len(every):
-        footprint = replace(footprint, recomputed_bytes=None)
-    passing = activation_bytes(footprint, every, (), (), choice.offloads_inputs, rows=rows)
-    return passing * len(choice.recomputed) / len(every)
+    alone = any(rest) or len(choice.recomputed) < len(every)
+    known, key = footprint.known_passes, (alone, choice.offloads_inputs, rows)
+    if key not in known:
+        counted = replace(footprint, recomputed_bytes=None) if alone else footprint
+        known[key] = activation_bytes(counted, every, (), (), choice.offloads_inputs, rows=rows)
+    return known[key] * len(choice.recomputed) / len(every)
 
 
 def step_seconds(parts: int, choice: StepChoice, footprint: Footprint, job: StepRequirements, rates: Rates) -> float:

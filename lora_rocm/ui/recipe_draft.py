@@ -96,6 +96,13 @@ class RecipeBeingEdited:
         fields = [field for section in self.sections for field in section.fields]
         return {field.key: field.fitting(value_at(self.tree.value, (field.section, field.name))) for field in fields}
 
+    @property
+    def model_keys(self) -> tuple[str, ...]:
+        """The keys that name a base model or one of its parts."""
+        from lora_rocm.commands.base_candidates import base_keys
+
+        return tuple(f"model.{key}" for key in base_keys(self.kinds.family.model_section))
+
     def _is_yaml(self, field: RecipeField) -> bool:
         return field.fitting(value_at(self.tree.value, (field.section, field.name))).kind == "yaml"
 

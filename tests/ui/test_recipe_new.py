@@ -40,6 +40,11 @@ def test_a_preset_is_copied(site: Site) -> None:
     assert "name_or_path" in text  # a line to be changed
 
 
+def test_values_of_a_preset_are_filled_in(site: Site) -> None:
+    text = ended(site, begin(site, name="fine", source="sdxl", preset="best-quality").headers["location"])
+    assert "lora.rank" in text and load_recipe(Path("fine.yaml")).recipe.lora.rank == 32
+
+
 def test_images_are_read_and_each_value_has_its_reason(site: Site) -> None:
     from PIL import Image
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lora_rocm.recipe.load import load_text
 from lora_rocm.ui.edits import version_of
 from tests.ui.site import Site, code_of
 
@@ -148,3 +149,19 @@ def test_a_hostile_recipe_is_only_text(site: Site, recipe: Path) -> None:
     recipe.write_text(hostile, encoding="utf-8")
     assert "<script>alert" not in site.get("/recipe/edit", file=FILE)
     assert "<script>" not in draft(site, hostile)["verdict"]
+
+
+def test_a_preset_is_shown_as_a_difference_and_applied_to_the_text(site: Site) -> None:
+    path = site.folder / FILE
+    path.write_text(RECIPE, encoding="utf-8")
+    ask = lambda name, **more: site.client.post(  # noqa: E731
+        f"/recipe/{name}", params={"file": FILE}, data={"text": RECIPE, "preset": "best-quality", **more}
+    )
+    shown = ask("preset").text
+    assert "lora.rank" in shown and "<b>32</b>" in shown and 'data-apply="best-quality"' in shown
+    made = ask("preset/apply").json()["text"]
+    assert load_text(made, path).recipe.lora.rank == 32 and path.read_text(encoding="utf-8") == RECIPE
+    assert all(line in made for line in ("# Nothing here is lost.", "# the base", "# 8 for a simple subject"))
+    assert "data-apply" not in ask("preset", text=made).text, "nothing is left to change"
+    assert code_of(ask("preset", preset="nothing").text) == "no-preset"
+    assert ask("preset", text="data: [").status_code == 422

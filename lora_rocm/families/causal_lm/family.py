@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_rocm.base_models import hub
+from lora_rocm.base_models.hub import TOKENIZER_OF_TEXT
 from lora_rocm.base_models.loading import BaseSource, builtin_folder
 from lora_rocm.base_models.random_weights import PREFIX, RandomSource
 from lora_rocm.base_models.run_folder import refuse_run
@@ -68,17 +69,7 @@ from lora_rocm.recipe.schema import Recipe
 FIX = "Use a language model in the format of transformers: a folder or a hub id."
 ENCODING_VERSION = 1  # increase it if the same tokenizer would give other tensors
 IDS, LABELS, POSITIONS, START = "input_ids", "labels", "positions", "start_log_probs"
-WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
-OF_TOKENIZER = (
-    "tokenizer*",
-    "chat_template*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "*.model",
-)
-BESIDE = ("config.json", "generation_config.json", "*processor_config.json", "LICENSE*", *OF_TOKENIZER)
+BESIDE = ("config.json", "generation_config.json", "*processor_config.json", "LICENSE*", *TOKENIZER_OF_TEXT)
 ATTENTION, MLP = r"self_attn\.\w+", r"mlp\.\w+"
 BLOCK = r"(.*\.)?layers\.\d+\."
 
@@ -146,7 +137,7 @@ class CausalLM:
                 "(Qwen/Qwen3-4B).",
             )
         # A model on the hub.
-        patterns = ["config.json", "generation_config.json", *WEIGHTS, *OF_TOKENIZER]
+        patterns = [*hub.LANGUAGE_MODEL]
         found = hub.download(name, self.recipe.model.revision, patterns, lambda at: any(at.glob("model*.safetensors")))
         if found is None:
             raise ModelError(
@@ -219,8 +210,8 @@ class CausalLM:
             )
         config = source.config_path(COMPONENT)
         found = {path for pattern in BESIDE for path in config.parent.glob(pattern)}
-        found -= {path for pattern in OF_TOKENIZER for path in config.parent.glob(pattern)}
-        found |= {path for pattern in OF_TOKENIZER for path in source.tokenizer_path(TOKENIZER).glob(pattern)}
+        found -= {path for pattern in TOKENIZER_OF_TEXT for path in config.parent.glob(pattern)}
+        found |= {path for pattern in TOKENIZER_OF_TEXT for path in source.tokenizer_path(TOKENIZER).glob(pattern)}
         return OwnFiles(source, COMPONENT, [config, *sorted(path for path in found - {config} if path.is_file())])
 
     def sample_meta(
@@ -363,7 +354,7 @@ class TokensEncoder(CaptionEncoder):
     @cached_property
     def fingerprint(self) -> str:
         folder = self._family.source.tokenizer_path(TOKENIZER)
-        files = sorted({path for pattern in OF_TOKENIZER for path in folder.glob(pattern) if path.is_file()})
+        files = sorted({path for pattern in TOKENIZER_OF_TEXT for path in folder.glob(pattern) if path.is_file()})
         reader = self._family.texts
         parts = [f"{path.name} {digest([path.read_bytes().hex()])}" for path in files]
         last = " last-turn" if reader.train_on == "last-turn" else ""

@@ -14,7 +14,7 @@ from lora_rocm.errors import UserError
 from lora_rocm.ui.context import UiContext, context_of
 from lora_rocm.ui.edits import MISSING
 from lora_rocm.ui.fields import fields_of, query_of, text_of
-from lora_rocm.ui.pages import recipe_new, recipe_plan
+from lora_rocm.ui.pages import recipe_models, recipe_new, recipe_plan, recipe_presets
 from lora_rocm.ui.part import Part
 from lora_rocm.ui.recipe_files import listed_recipes, named_file, recipe_path
 from lora_rocm.ui.rendering import fragment, page, url
@@ -30,6 +30,7 @@ def listed(request: Request) -> Response:
 
 def edit(request: Request) -> Response:
     """One recipe, with its fields, its YAML, and the findings of ``check``."""
+    from lora_rocm.recipe.presets import presets
     from lora_rocm.ui.recipe_draft import edited
 
     ui, path = context_of(request), _recipe(request)
@@ -37,7 +38,7 @@ def edit(request: Request) -> Response:
     name = ui.folders.name_of(path)
     draft = edited(text, Path(name))
     can_undo = ui.edits.can_undo(path)
-    return page(request, EDITOR, file=name, version=version, draft=draft, can_undo=can_undo)
+    return page(request, EDITOR, file=name, version=version, draft=draft, can_undo=can_undo, presets=presets())
 
 
 def present(request: Request) -> Response:
@@ -181,5 +182,7 @@ PART = Part(
         Route("/recipe/copy", copy, methods=["POST"]),
         *recipe_new.ROUTES,
         *recipe_plan.ROUTES,
+        *recipe_models.ROUTES,
+        *recipe_presets.ROUTES,
     ],
 )

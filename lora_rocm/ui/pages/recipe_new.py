@@ -33,10 +33,11 @@ MAX_UPLOADS, MAX_FILE_BYTES = 16, 4 << 20
 
 
 def choices(request: Request) -> Response:
-    """Two kinds of new recipes, with the shipped recipes as presets."""
+    """Two kinds of new recipes, from a shipped recipe, or from another trainer."""
     from lora_rocm.commands.new import recipes
+    from lora_rocm.recipe.presets import presets
 
-    return page(request, NEW, shipped=recipes().recipes)
+    return page(request, NEW, shipped=recipes().recipes, presets=presets())
 
 
 async def new(request: Request) -> Response:
@@ -50,7 +51,7 @@ def _new(request: Request, posted: FormData) -> Response:
 
     # Check what was given, before anything is computed
     ui = context_of(request)
-    given = {name: _given(posted, name) for name in ("source", "images", "texts", "model", "card")}
+    given = {name: _given(posted, name) for name in ("source", "images", "texts", "model", "card", "preset")}
     path = ui.folders.resolve(named_file(_required(posted, "name")))
     command.require_new(path)
     if (images := given["images"]) is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import threading
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from lora_rocm.ui.recipe_files import recipe_path
 from lora_rocm.ui.rendering import fragment, is_fragment, page, url
 
 if TYPE_CHECKING:
+    from lora_rocm.commands.counts import Counts
     from lora_rocm.recipe.load import LoadedRecipe
     from lora_rocm.recipe.schema import Recipe
 
@@ -30,8 +33,12 @@ CARDS = ("8GB", "12GB", "16GB", "20GB", "24GB", "32GB", "48GB")
 PLAN, MEASURE = "recipe-plan-", "recipe-measure-"
 NOT_COUNTED = {"sample", "output", "timeouts", "cache"}
 """Sections that change neither memory nor time of a step."""
+KNOWN_S = 1.5
+"""Time for which an answer waits for an estimate with a known count. It usually takes less."""
 _one_at_a_time = threading.Lock()
 _newest: dict[str, str] = {}
+_shown: dict[str, str] = {}
+"""The work of the newest estimate of each recipe that was shown."""
 
 
 async def plan(request: Request) -> Response:
@@ -45,18 +52,35 @@ async def plan(request: Request) -> Response:
 
 def _plan(request: Request, text: str) -> Response:
     from lora_rocm.commands.plan_cards import plan_cards
+    from lora_rocm.rules.this_machine import situation_here
 
     ui, loaded = context_of(request), _loaded(request, text)
-    key = PLAN + _digest(loaded.recipe)
-    _newest[str(loaded.path)] = key
+    recipe, path, counts = loaded.recipe, str(loaded.path), _counts()
+    key = PLAN + _digest(recipe)
+    _newest[path] = key
+    is_known = counts.knows(recipe, situation_here(recipe), for_card=True)
 
     def count(work: Work) -> object:
-        with _one_at_a_time:
-            if _newest.get(str(loaded.path)) != key:
+        with contextlib.nullcontext() if is_known else _one_at_a_time:
+            if _newest.get(path) != key:
                 raise StoppedError("superseded", "The recipe has changed since.")
-            return plan_cards(loaded.recipe, CARDS)
+            return plan_cards(recipe, CARDS, counts)
 
-    return fragment(request, EDITOR, "plan", plan_work=_work(ui, key, count))
+    work = _work(ui, key, count)
+    work.wait(KNOWN_S if is_known else 0)
+    if work.status == "done":
+        _shown[path] = key
+    before = ui.background.of(_shown.get(path, ""))
+    counted = (recipe.spec.title, recipe.lora.rank, recipe.optim.optimizer)
+    return fragment(request, EDITOR, "plan", plan_work=work, plan_before=before, plan_counted=counted)
+
+
+@functools.cache
+def _counts() -> Counts:
+    """Return the counts of this server. The next one counts again."""
+    from lora_rocm.commands.counts import Counts
+
+    return Counts()
 
 
 async def measure(request: Request) -> Response:
@@ -87,6 +111,9 @@ def state(request: Request) -> Response:
         raise UserError("work-unknown", "This is not being done.", where=key[:100], fix=fix)
     if key.startswith(MEASURE):
         return fragment(request, EDITOR, "measured", measure_work=work, measured_text=_measured_text(work))
+    if work.status == "running":  # the words of the first answer stay
+        return Response(status_code=204)
+    _shown.update((path, key) for path, newest in list(_newest.items()) if newest == key)
     return fragment(request, EDITOR, "plan", plan_work=work)
 
 

@@ -100,12 +100,21 @@ class RecipeEditor extends HTMLElement {
   }
 
   /** Ask for an estimate of the text. Its box follows the work by itself. */
-  async ask(name, box) {
-    const answer = await this.post(name, { text: this.area.value });
+  async ask(name, box, more = {}) {
+    const answer = await this.post(name, { text: this.area.value, ...more });
     if (answer === null) return;
     const target = document.getElementById(box);
     target.innerHTML = await answer.text();
     htmx.process(target);
+  }
+
+  /** Make the changes of a preset in the text. Nothing is saved. */
+  async apply(preset) {
+    const answer = await this.post("preset/apply", { text: this.area.value, preset });
+    if (answer === null) return;
+    this.setText((await answer.json()).text);
+    await this.check();
+    this.ask("preset", "preset", { preset });
   }
 
   async start() {
@@ -130,7 +139,7 @@ class RecipeEditor extends HTMLElement {
     if (answer === null) return;
     const open = [...this.fields.querySelectorAll("details[open]")].map((each) => each.id);
     const focused = document.activeElement?.id;
-    this.fields.innerHTML = await answer.text();
+    this.fields.innerHTML = await answer.text(); // a chooser of a model processes its own content
     this.dataset.shape = shape;
     for (const id of open) document.getElementById(id)?.setAttribute("open", "");
     this.setView(this.view);
@@ -195,6 +204,8 @@ class RecipeEditor extends HTMLElement {
     if (button === null) return;
     if (button.dataset.view) this.setView(button.dataset.view);
     if (button.dataset.line) this.showLine(Number(button.dataset.line));
+    if (button.dataset.preset) this.ask("preset", "preset", { preset: button.dataset.preset });
+    if (button.dataset.apply) this.apply(button.dataset.apply);
     if (button.id === "keep-mine") { this.version = this.theirs; this.save(); }
     if (button.id === "measure") this.ask("plan/measure", "measured");
     if (button.id === "start") this.start();

@@ -62,6 +62,23 @@ def test_the_fields_and_the_text_are_one(tab: Tab, recipe: Path) -> None:
     assert recipe.read_text(encoding="utf-8") == RECIPE == text.input_value()
 
 
+def test_a_preset_is_shown_and_then_applied(tab: Tab, recipe: Path) -> None:
+    page = tab.open(f"/recipe/edit?file={recipe.name}")
+    page.get_by_role("button", name="Best quality").click()
+    page.get_by_role("cell", name="32").first.wait_for()
+    for theme in ("light", "dark"):
+        page.emulate_media(color_scheme=theme)
+        assert tab.axe() == [], theme
+    page.set_viewport_size({"width": 360, "height": 900})
+    assert tab.widest() <= 0
+    page.get_by_role("button", name="Apply to this recipe").click()
+    page.get_by_text("has these values already").wait_for()
+    page.get_by_text("Not saved yet").wait_for()
+    assert page.get_by_label("Rank", exact=True).input_value() == "32"
+    assert "# 8 for a simple subject" in page.locator("#recipe-text").input_value()
+    assert recipe.read_text(encoding="utf-8") == RECIPE
+
+
 def test_a_hand_edit_appears_and_a_conflict_is_shown(tab: Tab, recipe: Path) -> None:
     page = tab.open(f"/recipe/edit?file={recipe.name}")
     text = page.locator("#recipe-text")
@@ -86,7 +103,7 @@ def test_a_preset_and_a_dropped_configuration_become_recipes(tab: Tab) -> None:
     page = tab.open("/recipe/new")
     assert tab.axe() == []
     page.get_by_label("Name of the recipe").first.fill("browser-new")
-    page.get_by_label("Preset").select_option("sdxl")
+    page.get_by_label("Shipped recipe").select_option("sdxl")
     page.get_by_role("button", name="Make the recipe").click()
     page.get_by_role("heading", name="browser-new.yaml is written").wait_for()
     assert tab.axe() == [] and tab.widest() <= 0
@@ -139,7 +156,7 @@ def test_from_a_preset_to_a_finished_run(tab: Tab) -> None:
     page.get_by_role("link", name="New training").click()
     page.get_by_role("link", name="New recipe").click()
     page.get_by_label("Name of the recipe").first.fill("first-training")
-    page.get_by_label("Preset").select_option("demo")
+    page.get_by_label("Shipped recipe").select_option("demo")
     page.get_by_role("button", name="Make the recipe").click()
     page.get_by_role("link", name="Open the recipe").click(timeout=WAIT_MS)
     steps = page.get_by_label("Steps").first
