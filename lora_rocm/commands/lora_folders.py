@@ -19,6 +19,8 @@ PLACES = ("models/loras", "ComfyUI/models/loras", "models/Lora", "webui/models/L
 NEAR = ("", "Documents", "Desktop", "Downloads", "AI", "ai", "apps", "src", "git", "StabilityMatrix/Packages")
 """Folders in the home folder in which programs are searched."""
 MAX_ENTRIES = 2000
+INSIDE = ("models/loras", "models/Lora", "ComfyUI/models/loras", "webui/models/Lora")
+"""LoRA folders relative to a program's own folder, as users name it."""
 MAX_CHOICE_BYTES = 1 << 16
 PIECE_BYTES = 1 << 22
 
@@ -59,8 +61,13 @@ def chosen_folder() -> Path | None:
         return None
 
 
+def lora_folder_in(folder: Path) -> Path:
+    """Return the LoRA folder of a program whose own folder was named; otherwise the folder itself."""
+    return next((place for name in INSIDE if (place := folder / name).is_dir()), folder)
+
+
 def remember_folder(folder: Path) -> None:
-    """Remember the folder that the user chose.
+    """Remember the folder that the user chose. If it is a program's own folder, its LoRA folder is remembered.
 
     Raises:
         UserError: no-folder: there is no such folder.
@@ -70,7 +77,7 @@ def remember_folder(folder: Path) -> None:
         fix = "Write the whole path of a folder that exists."
         raise UserError("no-folder", "There is no such folder.", where=str(folder), fix=fix)
     try:
-        write_json(_choice(), {"folder": str(folder)})
+        write_json(_choice(), {"folder": str(lora_folder_in(folder))})
     except OSError as error:
         raise storage_error(error, _choice()) from error
 

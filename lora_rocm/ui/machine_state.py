@@ -28,6 +28,11 @@ class ExaminedMachine:
     sizes: tuple[tuple[str, int], ...]
 
     @property
+    def has_gpu(self) -> bool:
+        """Whether the machine has a GPU that training uses."""
+        return any(key in ("gpu", "shared") for key, _ in self.sizes)
+
+    @property
     def worst(self) -> Finding | None:
         """The most harmful finding; None if there are only notes."""
         return None if self.result.healthy else self.result.findings[0]

@@ -23,6 +23,7 @@ from lora_rocm.ui.edits import MISSING
 from lora_rocm.ui.fields import fields_of, query_of
 from lora_rocm.ui.recipe_files import named_file
 from lora_rocm.ui.rendering import fragment, is_fragment, page, url
+from lora_rocm.ui.texts import t
 
 if TYPE_CHECKING:
     from lora_rocm.commands.import_config import ImportResult
@@ -36,7 +37,7 @@ def choices(request: Request) -> Response:
     """Two kinds of new recipes, with the shipped recipes as presets."""
     from lora_rocm.commands.new import recipes
 
-    return page(request, NEW, shipped=recipes().recipes)
+    return page(request, NEW, shipped=recipes().recipes, images=query_of(request, "images"))
 
 
 async def new(request: Request) -> Response:
@@ -53,6 +54,9 @@ def _new(request: Request, posted: FormData) -> Response:
     given = {name: _given(posted, name) for name in ("source", "images", "texts", "model", "card")}
     path = ui.folders.resolve(named_file(_required(posted, "name")))
     command.require_new(path)
+    if given["source"] is None and given["model"] is None:
+        fix = "Choose a preset, or name the base model: its usual recipe is taken then."
+        raise UserError("recipe-unnamed", "It is not clear which recipe to copy.", where=t("recipe_new.source"), fix=fix)
     if (images := given["images"]) is not None:
         ui.folders.add(Path(images), "data")
     if (texts := given["texts"]) is not None and Path(texts).expanduser().is_dir():
