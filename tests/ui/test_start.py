@@ -42,10 +42,10 @@ def test_the_machine_is_examined_once_for_pages_after_one_another(site: Site, mo
 
 def test_an_empty_folder_says_what_to_do(site: Site) -> None:
     text = site.get("/")
-    assert "lora-rocm demo" in text and "empty" in text
+    assert '/start/demo"' in text and all(f'href="{path}"' in text for path in ("/images", "/recipe/new", "/choose"))
     site.run()
     text = site.get("/")
-    assert "lora-rocm demo" not in text and "badge-finished" in text and "/runs/picture" in text
+    assert "/start/demo" not in text and "badge-finished" in text and "/runs/picture" in text
 
 
 def test_the_newest_runs_come_first(site: Site) -> None:

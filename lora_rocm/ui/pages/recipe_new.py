@@ -37,7 +37,7 @@ def choices(request: Request) -> Response:
     """Two kinds of new recipes, with the shipped recipes as presets."""
     from lora_rocm.commands.new import recipes
 
-    return page(request, NEW, shipped=recipes().recipes, images=query_of(request, "images"))
+    return page(request, NEW, shipped=recipes().recipes, images=request.query_params.get("images", ""))
 
 
 async def new(request: Request) -> Response:
