@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -81,19 +82,22 @@ def details_of(view: RunView, launched: Launched | None) -> ShownDetails:
     running, latest_s = view.is_running, view.latest_s
     silent_s = time.time() - latest_s if running and latest_s is not None else None
     beat = read_heartbeat(view.run_dir.heartbeat()) if running else None
-    unrecorded = launched is not None and not running and (latest_s is None or latest_s < launched.began_s)
+    # A start that has not recorded an event yet: speed, phases and readings are of the session before it
+    is_new = launched is not None and (latest_s is None or latest_s < launched.began_s)
     exit_code = launched.exit_code if launched is not None else None
+    starting = is_new and not running and exit_code is None
+    progress, activity = progress_of(view), activity_of(view) or (beat.activity if beat else "imports")
     return ShownDetails(
         view,
-        progress_of(view),
-        phases_of(view),
-        (activity_of(view) or (beat.activity if beat else "imports")) if running else None,
-        unrecorded and exit_code is None,
+        dataclasses.replace(progress, rate_per_s=None, eta_s=None) if is_new else progress,
+        [] if is_new else phases_of(view),
+        ("imports" if is_new else activity) if running else None,
+        starting,
         running and _is_asked_to_stop(view.run_dir, launched),
-        silent_s if silent_s is not None and silent_s > SILENT_S else None,
+        silent_s if silent_s is not None and silent_s > SILENT_S and not is_new else None,
         [long_text(reading) for reading in view.readings if isinstance(reading, TelemetryEvent)] if running else [],
-        launched.end_of_output if unrecorded and exit_code and launched is not None else "",
-        not running and not (unrecorded and exit_code is None) and view.state != "finished" and view.run_dir.recipe.is_file(),
+        launched.end_of_output if is_new and not running and exit_code and launched is not None else "",
+        not running and not starting and view.state != "finished" and view.run_dir.recipe.is_file(),
     )
 
 

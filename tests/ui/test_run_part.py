@@ -254,7 +254,8 @@ def test_between_the_click_and_the_first_event_a_run_is_starting(site: Site, mon
     text = site.client.post("/runs/resume", params={"dir": "runs/a-run"}).text
     assert "every 1s" in text and "/runs/resume" not in text and "/runs/stop" not in text
     with locked(run_dir):  # the supervisor has begun, and has not yet removed the file
-        assert "disabled" not in site.get("/runs/state", dir="runs/a-run")
+        shown = details_of(site.context.views.of(run_dir), site.context.launches.of(run_dir.path))
+        assert (shown.is_stopping, shown.activity, shown.phases, shown.progress.eta_s) == (False, "imports", [], None)
         run_dir.ask_to_stop()
         os.utime(run_dir.stop)
         assert "disabled" in site.get("/runs/state", dir="runs/a-run")

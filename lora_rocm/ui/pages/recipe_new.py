@@ -56,7 +56,9 @@ def _new(request: Request, posted: FormData) -> Response:
     command.require_new(path)
     if given["source"] is None and given["model"] is None:
         fix = "Choose a preset, or name the base model: its usual recipe is taken then."
-        raise UserError("recipe-unnamed", "It is not clear which recipe to copy.", where=t("recipe_new.source"), fix=fix)
+        raise UserError(
+            "recipe-unnamed", "It is not clear which recipe to copy.", where=t("recipe_new.source"), fix=fix
+        )
     if (images := given["images"]) is not None:
         ui.folders.add(Path(images), "data")
     if (texts := given["texts"]) is not None and Path(texts).expanduser().is_dir():
