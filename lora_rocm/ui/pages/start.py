@@ -14,7 +14,7 @@ from lora_rocm.ui.run_list import newest_runs
 
 TEMPLATE = "start.html.j2"
 NUM_RUNS = 6
-DEMO = "demo"
+DEMO = "demo.yaml"
 """The shipped recipe with a tiny model and its own images."""
 
 
