@@ -62,7 +62,7 @@ def chosen_folder() -> Path | None:
 
 
 def lora_folder_in(folder: Path) -> Path:
-    """Return the LoRA folder of a program whose own folder was named; otherwise the folder itself."""
+    """Return the LoRA folder in the folder of a program. Any other folder is returned itself."""
     return next((place for name in INSIDE if (place := folder / name).is_dir()), folder)
 
 

@@ -1,4 +1,4 @@
-"""The way of a new user, in the browser alone: from an empty folder to a chosen LoRA in ComfyUI's folder (slow)."""
+"""A new user gets from an empty folder to a chosen LoRA in the folder of ComfyUI, in the browser alone (slow)."""
 
 from __future__ import annotations
 
