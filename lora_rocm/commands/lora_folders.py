@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from lora_rocm.commands.program_folders import LORAS, program_folders
+from lora_rocm.commands.program_folders import LORAS, folders_in, program_folders
 from lora_rocm.errors import UserError, storage_error
 from lora_rocm.foundation.files import file_exists, write_json, write_pieces
 from lora_rocm.foundation.json_text import object_in
@@ -36,8 +36,13 @@ def chosen_folder() -> Path | None:
         return None
 
 
+def lora_folder_in(folder: Path) -> Path:
+    """Return the LoRA folder in the folder of a program. Any other folder is returned itself."""
+    return next(folders_in(folder, [LORAS]), folder)
+
+
 def remember_folder(folder: Path) -> None:
-    """Remember the folder that the user chose.
+    """Remember the folder that the user chose. If it is a program's own folder, its LoRA folder is remembered.
 
     Raises:
         UserError: no-folder: there is no such folder.
@@ -47,7 +52,7 @@ def remember_folder(folder: Path) -> None:
         fix = "Write the whole path of a folder that exists."
         raise UserError("no-folder", "There is no such folder.", where=str(folder), fix=fix)
     try:
-        write_json(_choice(), {"folder": str(folder)})
+        write_json(_choice(), {"folder": str(lora_folder_in(folder))})
     except OSError as error:
         raise storage_error(error, _choice()) from error
 

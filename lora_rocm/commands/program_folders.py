@@ -50,16 +50,19 @@ def program_folders(kinds: Iterable[str], home: Path, around: Iterable[Path] = (
         home: the user's home folder.
         around: further folders in which the programs may be.
     """
-    table = _table()
-    places = [place for kind in kinds for place in table.places[kind]]
-    found = dict[Path, None]()
-    for folder in dict.fromkeys([*(home / name for name in table.near), *around]):
-        for program in _programs(folder):
-            for path in (program / root / place for root in table.roots for place in places):
-                with contextlib.suppress(OSError):
-                    if path.is_dir():
-                        found[path.resolve()] = None
-    return list(found)
+    kinds = tuple(kinds)
+    searched = dict.fromkeys([*(home / name for name in _table().near), *around])
+    programs = (program for folder in searched for program in _programs(folder))
+    return list(dict.fromkeys(path.resolve() for program in programs for path in folders_in(program, kinds)))
+
+
+def folders_in(program: Path, kinds: Iterable[str]) -> Iterator[Path]:
+    """Yield the existing folders in a program's own folder for some kinds of models."""
+    places = [place for kind in kinds for place in _table().places[kind]]
+    for path in (program / root / place for root in _table().roots for place in places):
+        with contextlib.suppress(OSError):
+            if path.is_dir():
+                yield path
 
 
 def _programs(folder: Path) -> Iterator[Path]:

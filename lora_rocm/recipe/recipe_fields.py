@@ -35,9 +35,11 @@ SIMPLE = (
     "train.epochs",
     "train.batch_size",
     "sample.prompts",
+    "sample.every_n_steps",
+    "output.save_every_n_steps",
     "output.name",
 )
-"""The keys that most users set. A family reads about 12 of them."""
+"""The keys that most users set. A family reads about 14 of them."""
 UNITS: Mapping[str, str] = {
     "data.resolution": "pixels",
     "data.bucket_step": "pixels",

@@ -10,8 +10,9 @@ import hashlib
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lora_rocm.errors import UserError, storage_error
@@ -29,11 +30,18 @@ MAX_SHOWN_BYTES = 1 << 14
 
 @dataclass
 class Launched:
-    """A process that was started here. run_dir: its run or its queue. output: the file with its output."""
+    """A process that was started here.
+
+    Attributes:
+        run_dir: its run or its queue.
+        output: the file with its output.
+        began_s: when it was started, in seconds since the epoch.
+    """
 
     run_dir: Path
     output: Path
     process: subprocess.Popen[bytes]
+    began_s: float = field(default_factory=time.time)
 
     @property
     def exit_code(self) -> int | None:

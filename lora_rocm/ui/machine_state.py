@@ -21,10 +21,12 @@ class ExaminedMachine:
 
     Attributes:
         result: the document of ``lora-rocm doctor``.
+        remark: what training without an AMD GPU means; empty if one is used.
         sizes: amounts of memory and disk in bytes, with the key of the text that names each (``machine.size.KEY``).
     """
 
     result: DoctorResult
+    remark: str
     sizes: tuple[tuple[str, int], ...]
 
     @property
@@ -51,13 +53,20 @@ def examined(*, afresh: bool = False) -> ExaminedMachine:
     Raises:
         LoraRocmError: the machine cannot be examined.
     """
-    from lora_rocm.commands.doctor import doctor, result_of
+    from lora_rocm.commands.doctor import doctor
 
     with _lock:
         if _kept.found is None or afresh or time.monotonic() - _kept.at_s > FRESH_S:
             found = doctor(quick=True)
-            _kept.found, _kept.at_s = ExaminedMachine(result_of(found), _sizes(found)), time.monotonic()
+            _kept.found, _kept.at_s = _examined(found), time.monotonic()
         return _kept.found
+
+
+def _examined(found: Examined) -> ExaminedMachine:
+    from lora_rocm.commands.doctor import result_of
+    from lora_rocm.doctor.text import second_class_text
+
+    return ExaminedMachine(result_of(found), second_class_text(found.situation), _sizes(found))
 
 
 def _sizes(found: Examined) -> tuple[tuple[str, int], ...]:

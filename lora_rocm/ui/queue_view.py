@@ -171,6 +171,8 @@ def _done(folders: Folders, item: DoneItem) -> ShownDone:
         view = RunView.of(run_dir, last_steps=400)
     except LoraRocmError:  # its own page shows why
         return ShownDone(name, run, when, None, None, None)
+    if view.latest_s is not None:
+        when = time.strftime(DAY, time.localtime(view.latest_s))
     return ShownDone(name, run, when, view.updates, progress_of(view).loss, newest_picture(run_dir))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ class ShownDetails:
         progress: its position and speed.
         phases: the phases of its newest start.
         activity: its present phase, or None.
+        is_starting: whether a process that was started here has not recorded anything yet, and the run is not running.
         is_stopping: whether it was asked to stop and still runs.
         silent_s: seconds since its last event, if it runs and they are many; otherwise None.
         readings: the newest readings of each GPU as text.
@@ -46,6 +48,7 @@ class ShownDetails:
     progress: RunProgress
     phases: Sequence[ShownPhase]
     activity: str | None
+    is_starting: bool
     is_stopping: bool
     silent_s: float | None
     readings: Sequence[str]
@@ -70,18 +73,32 @@ def details_of(view: RunView, launched: Launched | None) -> ShownDetails:
     running, latest_s = view.is_running, view.latest_s
     silent_s = time.time() - latest_s if running and latest_s is not None else None
     beat = read_heartbeat(view.run_dir.heartbeat()) if running else None
-    failed = launched is not None and not running and launched.exit_code not in (None, 0) and view.problem is None
+    # A start that has not recorded an event yet: speed, phases and readings are of the session before it
+    is_new = launched is not None and (latest_s is None or latest_s < launched.began_s)
+    exit_code = launched.exit_code if launched is not None else None
+    starting = is_new and not running and exit_code is None
+    progress, activity = progress_of(view), activity_of(view) or (beat.activity if beat else "imports")
     return ShownDetails(
         view,
-        progress_of(view),
-        phases_of(view),
-        (activity_of(view) or (beat.activity if beat else "imports")) if running else None,
-        running and view.run_dir.stop.exists(),
-        silent_s if silent_s is not None and silent_s > SILENT_S else None,
+        dataclasses.replace(progress, rate_per_s=None, eta_s=None) if is_new else progress,
+        [] if is_new else phases_of(view),
+        ("imports" if is_new else activity) if running else None,
+        starting,
+        running and _is_asked_to_stop(view.run_dir, launched),
+        silent_s if silent_s is not None and silent_s > SILENT_S and not is_new else None,
         [long_text(reading) for reading in view.readings if isinstance(reading, TelemetryEvent)] if running else [],
-        launched.end_of_output if failed and launched is not None else "",
-        not running and view.state != "finished" and view.run_dir.recipe.is_file(),
+        launched.end_of_output if is_new and not running and exit_code and launched is not None else "",
+        not running and not starting and view.state != "finished" and view.run_dir.recipe.is_file(),
     )
+
+
+def _is_asked_to_stop(run_dir: RunDir, launched: Launched | None) -> bool:
+    """Whether the run was asked to stop. A request from before its newest start counts no longer."""
+    try:
+        asked_s = run_dir.stop.stat().st_mtime
+    except OSError:
+        return False
+    return launched is None or asked_s >= launched.began_s
 
 
 @dataclass(frozen=True)

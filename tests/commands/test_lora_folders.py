@@ -56,6 +56,17 @@ def test_a_full_disk_leaves_no_incomplete_copy(tmp_path: Path, monkeypatch: pyte
     assert not (tmp_path / "copy.safetensors").exists()
 
 
+@pytest.mark.parametrize("place", ["models/loras", "models/Lora", "ComfyUI/models/loras", "webui/models/Lora"])
+def test_the_folder_of_a_program_stands_for_its_lora_folder(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LORA_ROCM_HOME", str(tmp_path / "home"))
+    program = tmp_path / "a program ü"
+    (program / place).mkdir(parents=True)
+    remember_folder(program)
+    assert chosen_folder() == program / place
+
+
 def test_the_choice_is_remembered_while_its_folder_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORA_ROCM_HOME", str(tmp_path / "home"))
     folder = tmp_path / "loras ü"

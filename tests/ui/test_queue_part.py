@@ -192,6 +192,6 @@ def test_the_stream_names_every_change_of_the_queue(site: Site, queue: QueueDir)
 
 def test_an_empty_queue_says_what_to_do(site: Site) -> None:
     text = site.get("/queue")
-    assert "lora-rocm new" in text and not (site.folder / "queue").exists()
+    assert 'href="/recipe/new"' in text and not (site.folder / "queue").exists()
     site.client.post("/queue/stop")
     assert not (site.folder / "queue").exists()

@@ -19,7 +19,7 @@ def begin(site: Site, **fields: str) -> Any:
 
 
 def ended(site: Site, address: str) -> str:
-    for _ in range(400):
+    for _ in range(1200):
         text = str(site.client.get(address, headers={"hx-request": "true"}).text)
         if "badge-running" not in text:
             return text
@@ -30,6 +30,16 @@ def ended(site: Site, address: str) -> str:
 def test_the_page_offers_every_shipped_recipe(site: Site) -> None:
     text = site.get("/recipe/new")
     assert all(f'value="{name}"' in text for name in ("sdxl", "llm-chat", "flux"))
+
+
+def test_the_images_of_the_page_before_are_filled_in_and_folders_are_suggested(site: Site) -> None:
+    from PIL import Image
+
+    assert 'value="my cats ü"' in site.get("/recipe/new", images="my cats ü")
+    (site.folder / "my cats ü").mkdir()
+    assert "option" not in site.get("/images/names")
+    Image.new("RGB", (64, 64)).save(site.folder / "my cats ü" / "1.png")
+    assert '<option value="my cats ü">' in site.get("/images/names")
 
 
 def test_a_preset_is_copied(site: Site) -> None:
@@ -68,6 +78,7 @@ def test_images_are_read_and_each_value_has_its_reason(site: Site) -> None:
         ({"name": "../mine", "source": "sdxl"}, "outside-folders"),
         ({"name": "there", "source": "sdxl"}, "file-exists"),
         ({"name": "mine", "source": "sdxl", "images": "nowhere"}, "no-folder"),
+        ({"name": "mine", "images": "nowhere"}, "recipe-unnamed"),
     ],
 )
 def test_a_wrong_request_is_refused_at_once(fields: dict[str, str], code: str, site: Site) -> None:

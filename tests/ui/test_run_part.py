@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 import struct
 import sys
 import threading
@@ -249,6 +250,37 @@ def test_a_start_that_fails_shows_why(site: Site, monkeypatch: pytest.MonkeyPatc
     made = site.context.launches.of(run_dir.path)
     assert made is not None and made.process.wait(20) == 3
     assert "There is no GPU." in site.get("/runs/state", dir="runs/a-run")
+
+
+def test_between_the_click_and_the_first_event_a_run_is_starting(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "python_command", lambda *words: [sys.executable, "-c", "import time; time.sleep(60)"])
+    run_dir = site.run()
+    run_dir.result.unlink()
+    run_dir.ask_to_stop()
+    os.utime(run_dir.stop, (1, 1))  # of the session before
+    text = site.client.post("/runs/resume", params={"dir": "runs/a-run"}).text
+    assert "every 1s" in text and "/runs/resume" not in text and "/runs/stop" not in text
+    with locked(run_dir):  # the supervisor has begun, and has not yet removed the file
+        shown = details_of(site.context.views.of(run_dir), site.context.launches.of(run_dir.path))
+        assert (shown.is_stopping, shown.activity, shown.phases, shown.progress.eta_s) == (False, "imports", [], None)
+        run_dir.ask_to_stop()
+        os.utime(run_dir.stop)
+        assert "disabled" in site.get("/runs/state", dir="runs/a-run")
+    # It records events, and ends as a stopped run does: with a code that is not 0
+    writer = EventWriter(run_dir.events(), session=2)
+    writer.write(event("step", **step_fields(41)))
+    writer.close()
+    made = site.context.launches.of(run_dir.path)
+    assert made is not None
+    made.process.kill()
+    assert made.process.wait(20) != 0
+    assert "<pre>" not in site.get("/runs/state", dir="runs/a-run")
+
+
+def test_a_finished_run_leads_to_the_next_step(site: Site) -> None:
+    site.run()
+    text = site.get("/runs/state", dir="runs/a-run")
+    assert "/choose/run?dir=runs%2Fa-run" in text and "/try/run?dir=runs%2Fa-run" in text
 
 
 def test_a_long_run_opens_quickly_and_its_pieces_read_it_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

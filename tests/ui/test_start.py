@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from lora_rocm.commands import doctor
-from lora_rocm.ui import machine_state
+from lora_rocm.ui import launch, machine_state
 from tests.hardware.situations import situation
 from tests.ui.site import Site
 
@@ -42,10 +44,37 @@ def test_the_machine_is_examined_once_for_pages_after_one_another(site: Site, mo
 
 def test_an_empty_folder_says_what_to_do(site: Site) -> None:
     text = site.get("/")
-    assert "lora-rocm demo" in text and "empty" in text
+    assert '/start/demo"' in text and all(f'href="{path}"' in text for path in ("/images", "/recipe/new", "/choose"))
     site.run()
     text = site.get("/")
-    assert "lora-rocm demo" not in text and "badge-finished" in text and "/runs/picture" in text
+    assert "/start/demo" not in text and "badge-finished" in text and "/runs/picture" in text
+
+
+def test_the_demo_starts_by_one_click(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a process in place of training."""
+    monkeypatch.setattr(launch, "python_command", lambda *words: [sys.executable, "-c", "import time; time.sleep(60)"])
+    text = site.client.post("/start/demo").text  # followed to the page of the start
+    (made,) = site.context.launches.all()
+    assert made.run_dir.parent == site.folder / "runs" and made.run_dir.name in text and "/recipe/edit" not in text
+    made.process.kill()
+    made.process.wait(20)
+
+
+def test_a_machine_without_an_amd_gpu_says_what_that_means(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, remark in (("linux-rx7900xtx", ""), ("apple-m3", "Apple"), ("cpu-only", "CPU")):
+        here = situation(name)
+        monkeypatch.setattr(doctor, "situation_here", lambda here=here, **how: here)
+        found = machine_state.examined(afresh=True).remark
+        assert bool(found) is bool(remark) and remark in found and found[20:] in site.get("/machine/findings")
+
+
+def test_the_report_for_a_bug_is_shown_and_saved(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = situation("linux-strix-halo")
+    monkeypatch.setattr(doctor, "situation_here", lambda **how: here)
+    saved = site.client.get("/machine/report")
+    assert "attachment" in saved.headers["content-disposition"] and "# lora-rocm doctor report" in saved.text
+    shown = site.get("/machine/report", shown="")
+    assert "# lora-rocm doctor report" in shown and "<html" not in shown
 
 
 def test_the_newest_runs_come_first(site: Site) -> None:

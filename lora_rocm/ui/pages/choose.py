@@ -102,6 +102,7 @@ def _drawn(request: Request, prompts: list[str], strengths: list[float], most: i
     grid = grid_of(found.run_dir, found.recipe, asked)
 
     def work(work: Work) -> int:
+        work.report(t("work.loading"))
         if grid.missing:
             require_room(ui.folders, found.run_dir)
         return draw_missing(found.run_dir, found.recipe, grid, work.report, work.advance, work.require_wanted)
@@ -216,6 +217,12 @@ def _copied(request: Request, step: str, folder: str) -> Response:
         raise UserError("field-missing", "The folder for the copy is missing.", where="folder", fix=fix)
     made = copy_lora(path, target, _copy_name(found.run_dir, path))
     return fragment(request, VIEW, "take", name=found.name, **_take(found) | {"copied": made, "step": int(step)})
+
+
+def take(request: Request) -> Response:
+    """The file to use, again: the votes may prefer another one now."""
+    found = _open(request)
+    return fragment(request, VIEW, "take", name=found.name, **_take(found))
 
 
 def _open(request: Request) -> ChooseRun:
@@ -360,6 +367,7 @@ PART = Part(
         Route("/choose/undo", undo, methods=["POST"]),
         Route("/choose/ranking", ranking),
         Route("/choose/download", download),
+        Route("/choose/take", take),
         Route("/choose/copy", copy, methods=["POST"]),
     ],
 )

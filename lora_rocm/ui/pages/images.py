@@ -19,6 +19,7 @@ from lora_rocm.ui.context import context_of
 from lora_rocm.ui.edits import EditConflict
 from lora_rocm.ui.fields import fields_of, query_of, text_of
 from lora_rocm.ui.rendering import fragment, page, url
+from lora_rocm.ui.texts import t
 from lora_rocm.ui.thumbnails import MEDIA_TYPE, SIDES_PX, thumbnail
 
 if TYPE_CHECKING:
@@ -61,6 +62,15 @@ def found(request: Request) -> Response:
     return fragment(request, LIST, "found", listed=listed, of_texts=of_texts)
 
 
+def names(request: Request) -> Response:
+    """The folders with images in the page's folder, as suggestions for a field."""
+    from lora_rocm.ui.image_set.found_folders import folders_with_images
+
+    folders = context_of(request).folders
+    shown = [folders.name_of(each.path) or "." for each in folders_with_images(folders.working)]
+    return fragment(request, LIST, "names", names=shown)
+
+
 def cover(request: Request) -> Response:
     """The first image of a folder, for the list of folders."""
     ui = context_of(request)
@@ -100,7 +110,7 @@ def items(request: Request) -> Response:
     except DataError as error:
         if error.code != "data-folder-empty":
             raise
-        return JSONResponse({"choice": "", "total": 0, "start": 0, "rows": [], "note": error.what})
+        return JSONResponse({"choice": "", "total": 0, "start": 0, "rows": [], "note": t("images.empty_folder")})
     query = query_for(request, request.query_params)
     answer = CHOSEN.rows(listing, query, choice, start, count)
     return JSONResponse({**answer, "note": t("images_losses.no_run")} if query.lacks_losses else answer)
@@ -257,6 +267,7 @@ ROUTES = [
     Route("/images/cover", cover),
     Route("/images/open", open_folder, methods=["POST"]),
     Route("/images/view", view),
+    Route("/images/names", names),
     Route("/images/items", items),
     Route("/images/thumb", thumb),
     Route("/images/item", item),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 TEMPLATE = "machine.html.j2"
 CACHE = Path("cache")
+REPORT = "lora-rocm-report.txt"
 
 
 def machine(request: Request) -> Response:
@@ -31,6 +32,20 @@ def machine(request: Request) -> Response:
 def findings(request: Request) -> Response:
     """The findings of ``doctor`` and the environment of training."""
     return fragment(request, TEMPLATE, "findings", examined=examined(afresh="again" in request.query_params))
+
+
+def report(request: Request) -> Response:
+    """The file for a bug report, as ``lora-rocm doctor --report`` writes it: without private data."""
+    from lora_rocm.commands.doctor import doctor
+    from lora_rocm.foundation.files import temporary_folder
+
+    with temporary_folder() as folder:
+        doctor(report_file=folder / REPORT, quick=True)
+        content = (folder / REPORT).read_bytes()
+    if "shown" in request.query_params:
+        return fragment(request, TEMPLATE, "report", report=content.decode("utf-8", "replace"))
+    headers = {"content-disposition": f'attachment; filename="{REPORT}"'}
+    return Response(content, media_type="text/plain; charset=utf-8", headers=headers)
 
 
 async def add_folder(request: Request) -> Response:
@@ -61,6 +76,7 @@ PART = Part(
     [
         Route("/machine", machine),
         Route("/machine/findings", findings),
+        Route("/machine/report", report),
         Route("/machine/folders", add_folder, methods=["POST"]),
         Route("/machine/forget", forget, methods=["POST"]),
     ],

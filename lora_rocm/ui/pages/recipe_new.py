@@ -23,6 +23,7 @@ from lora_rocm.ui.edits import MISSING
 from lora_rocm.ui.fields import fields_of, query_of
 from lora_rocm.ui.recipe_files import named_file
 from lora_rocm.ui.rendering import fragment, is_fragment, page, url
+from lora_rocm.ui.texts import t
 
 if TYPE_CHECKING:
     from lora_rocm.commands.import_config import ImportResult
@@ -37,7 +38,8 @@ def choices(request: Request) -> Response:
     from lora_rocm.commands.new import recipes
     from lora_rocm.recipe.presets import presets
 
-    return page(request, NEW, shipped=recipes().recipes, presets=presets())
+    images = request.query_params.get("images", "")
+    return page(request, NEW, shipped=recipes().recipes, presets=presets(), images=images)
 
 
 async def new(request: Request) -> Response:
@@ -54,6 +56,11 @@ def _new(request: Request, posted: FormData) -> Response:
     given = {name: _given(posted, name) for name in ("source", "images", "texts", "model", "card", "preset")}
     path = ui.folders.resolve(named_file(_required(posted, "name")))
     command.require_new(path)
+    if given["source"] is None and given["model"] is None:
+        fix = "Choose a recipe to copy, or name the base model: its usual recipe is taken then."
+        raise UserError(
+            "recipe-unnamed", "It is not clear which recipe to copy.", where=t("recipe_new.source"), fix=fix
+        )
     if (images := given["images"]) is not None:
         ui.folders.add(Path(images), "data")
     if (texts := given["texts"]) is not None and Path(texts).expanduser().is_dir():

@@ -21,6 +21,7 @@ from lora_rocm.ui.free_gpu import require_room, running_runs
 from lora_rocm.ui.part import Part
 from lora_rocm.ui.rendering import fragment, page, url
 from lora_rocm.ui.run_list import newest_runs
+from lora_rocm.ui.texts import t
 
 if TYPE_CHECKING:
     from lora_rocm.commands.tries import Try, TryValues
@@ -116,6 +117,7 @@ def _drawn(request: Request, given: dict[str, str]) -> Response:
     values.require_sane()
 
     def work(work: Work) -> Try:
+        work.report(t("work.loading"))
         require_room(ui.folders, found.run_dir)
         return draw_try(found.run_dir, values, work.report, work.advance, work.require_wanted)
 

@@ -57,6 +57,26 @@ document.addEventListener("htmx:config:request", (event) => {
   Object.assign(event.detail.ctx.request.headers, csrfHeaders());
 });
 
+// A change that works ends the problem of the attempt before it.
+document.addEventListener("htmx:after:request", (event) => {
+  const { request, response } = event.detail.ctx;
+  if (request.method === "GET" || !response || response.status >= 400) return;
+  document.getElementById("problem").replaceChildren();
+});
+
+/** Leads back to the page before, where the browser has kept what was written. */
+class BackButton extends HTMLElement {
+  connectedCallback() {
+    if (this.firstChild) return;
+    const button = document.createElement("button");
+    button.type = "button";
+    button.textContent = this.dataset.text;
+    button.addEventListener("click", () => { history.back(); });
+    this.append(button);
+  }
+}
+customElements.define("back-button", BackButton);
+
 class CopyButton extends HTMLElement {
   connectedCallback() {
     if (this.firstChild) return;

@@ -249,6 +249,7 @@ class RecipeEditor extends HTMLElement {
     this.querySelector("#save").disabled = !this.isDirty;
     const start = this.querySelector("#start");
     start.textContent = this.isDirty ? start.dataset.dirty : start.dataset.clean;
+    start.classList.toggle("primary", !this.isDirty);
     start.disabled = this.isValid === false;
   }
 

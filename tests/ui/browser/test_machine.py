@@ -22,4 +22,7 @@ def test_a_refused_change_shows_the_problem(tab: Tab) -> None:
     page.get_by_role("button", name="Add", exact=True).click()
     page.locator(".problem").wait_for()
     assert "no-folder" in page.locator(".problem").inner_text()
+    page.get_by_role("button", name="Back").click()
+    page.locator("#findings-title").wait_for()
+    assert page.get_by_label("Folder to add").input_value() == "no such folder"
     tab.faults.clear()  # the browser reports the status 404
