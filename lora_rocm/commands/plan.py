@@ -165,11 +165,12 @@ def plan(
     Raises:
         LoraRocmError: recipe or model are wrong. If no plan fits, the result has an ``error`` and nothing is raised.
     """
-    return planned(load_recipe(recipe_path, overrides, registry), card)
+    found = planned(load_recipe(recipe_path, overrides, registry), card)
+    return found if found.error is not None else replace(found, next=train_command(recipe_path, overrides))
 
 
 def planned(loaded: LoadedRecipe, card: str | None = None) -> PlanResult:
-    """Return the result of ``plan`` for a loaded recipe.
+    """Return the result of ``plan`` for a loaded recipe, without the next command.
 
     Raises:
         LoraRocmError: see ``plan``.
@@ -208,7 +209,7 @@ def planned(loaded: LoadedRecipe, card: str | None = None) -> PlanResult:
         tuple(_notes(recipe, footprint)),
         tuple(_remarks(recipe, counted.precision, gpu_here, encoders)),
         Failure.of(does_not_fit(recipe, footprint, job, rates, room.num_bytes or 0)) if unfit else None,
-        None if unfit else train_command(recipe_path, overrides),
+        None,
     )
 
 

@@ -19,7 +19,6 @@ from lora_rocm.ui.context import context_of
 from lora_rocm.ui.edits import EditConflict
 from lora_rocm.ui.fields import fields_of, query_of, text_of
 from lora_rocm.ui.rendering import fragment, page, url
-from lora_rocm.ui.texts import t
 from lora_rocm.ui.thumbnails import MEDIA_TYPE, SIDES_PX, thumbnail
 
 if TYPE_CHECKING:

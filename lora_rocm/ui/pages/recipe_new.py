@@ -17,13 +17,13 @@ from starlette.routing import Route
 
 from lora_rocm.errors import UserError
 from lora_rocm.foundation.names import usable_stem
+from lora_rocm.page_parts.texts import t
 from lora_rocm.ui.background import Work
 from lora_rocm.ui.context import context_of
 from lora_rocm.ui.edits import MISSING
 from lora_rocm.ui.fields import fields_of, query_of
 from lora_rocm.ui.recipe_files import named_file
 from lora_rocm.ui.rendering import fragment, is_fragment, page, url
-from lora_rocm.ui.texts import t
 
 if TYPE_CHECKING:
     from lora_rocm.commands.import_config import ImportResult

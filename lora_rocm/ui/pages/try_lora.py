@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from lora_rocm.errors import UserError
 from lora_rocm.foundation.terminal_text import quoted
+from lora_rocm.page_parts.texts import t
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.ui.background import Work
 from lora_rocm.ui.context import context_of
@@ -21,7 +22,6 @@ from lora_rocm.ui.free_gpu import require_room, running_runs
 from lora_rocm.ui.part import Part
 from lora_rocm.ui.rendering import fragment, page, url
 from lora_rocm.ui.run_list import newest_runs
-from lora_rocm.ui.texts import t
 
 if TYPE_CHECKING:
     from lora_rocm.commands.tries import Try, TryValues
