@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lora_rocm.adapters.attach import inject
 from lora_rocm.base_models.loading import builtin_folder
 from lora_rocm.children.chat import ChatModel, chat
-from lora_rocm.commands import chat as command
+from lora_rocm.commands import chat_session
 from lora_rocm.dataset.rows.records import UnusableText
 from lora_rocm.export.metadata import RunFacts
 from lora_rocm.export.writers import write
@@ -110,7 +110,7 @@ def fake(words: Sequence[str], env: Mapping[str, str]) -> Iterator[Fake]:
 
 @pytest.fixture
 def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "started", fake)
+    monkeypatch.setattr(chat_session, "started", fake)
 
 
 def reference(run: Path) -> list[list[str]]:
