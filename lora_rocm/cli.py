@@ -352,9 +352,10 @@ def chat(
 ) -> int:
     """Chat with the language model of a run. It answers with and without its adapter."""
     from lora_rocm.commands import chat as talk
+    from lora_rocm.commands.chat_session import Options
     from lora_rocm.commands.newest import run_or_newest
 
-    options = talk.Options(side.value, system, temperature, top_p, max_tokens, seed, strength)
+    options = Options(side.value, system, temperature, top_p, max_tokens, seed, strength)
     return talk.chat(run_or_newest(run, runs_dir, output), prompt, options, output)
 
 
