@@ -62,7 +62,7 @@ class Limits:
 
 @dataclass
 class Pending:
-    """A prompt that is being answered. answers: what each side has written so far."""
+    """A prompt that is being answered. answers: the text of each side so far."""
 
     prompt: str
     options: Options
@@ -88,12 +88,12 @@ class ChatChild:
 
 @dataclass(frozen=True)
 class ChatState:
-    """What a page shows.
+    """The state of the chat, for a page.
 
     Attributes:
         run_dir: the run of the open conversation; None if there is none.
         record: the open conversation.
-        phase: what the child does.
+        phase: the child's activity.
         pending: the prompt that is being answered.
         unanswered: a prompt that got no answer, because the child ended.
         failure: why the child ended, if that was an error.

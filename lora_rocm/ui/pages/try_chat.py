@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -58,7 +58,7 @@ def chat_page(request: Request, run_dir: RunDir) -> Response:
     )
 
 
-def _talk(request: Request, run_dir: RunDir) -> dict[str, object]:
+def _talk(request: Request, run_dir: RunDir) -> dict[str, Any]:
     """Return what the conversation's piece shows."""
     from lora_rocm.commands.chat_records import chats_of
     from lora_rocm.commands.chat_session import SIDES

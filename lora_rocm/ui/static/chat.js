@@ -10,7 +10,9 @@ prompt.addEventListener("keydown", (event) => {
 });
 form.addEventListener("htmx:after:request", (event) => {
   const { response } = event.detail.ctx;
-  if (event.target === form && response.status < 400) prompt.value = "";
+  if (event.target !== form || response.status >= 400) return; // a refusal keeps the message
+  prompt.value = "";
+  document.getElementById("problem").replaceChildren();
 });
 
 // A reader who scrolled up is not pulled down.
