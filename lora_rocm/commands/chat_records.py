@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from lora_rocm.commands.chat_session import SIDES, Answer, Options
 from lora_rocm.commands.sample_export import require_text
@@ -146,8 +145,7 @@ def _read(run_dir: RunDir, path: Path) -> ChatRecord | None:
     try:
         if not run_dir.holds(path):
             return None
-        value: dict[str, Any] = object_in(path, MAX_RECORD_BYTES)
-        found = from_json(ChatRecord, value)
+        found = from_json(ChatRecord, object_in(path, MAX_RECORD_BYTES))
         if found.name != path.stem or not found.exchanges or len(found.exchanges) > MAX_EXCHANGES:
             return None
         for each in found.exchanges:

@@ -44,7 +44,7 @@ class ChatEndedError(Exception):
 
 
 @dataclass
-class Limits:
+class ChatLimits:
     """Times in seconds.
 
     Attributes:
@@ -61,7 +61,7 @@ class Limits:
 
 
 @dataclass
-class Pending:
+class OpenPrompt:
     """A prompt that is being answered. answers: the text of each side so far."""
 
     prompt: str
@@ -104,8 +104,8 @@ class ChatState:
     run_dir: RunDir | None
     record: ChatRecord | None
     phase: Phase
-    pending: Pending | None
-    unanswered: Pending | None
+    pending: OpenPrompt | None
+    unanswered: OpenPrompt | None
     failure: Failure | None
     reason: Reason
     notices: tuple[str, ...]
@@ -120,7 +120,7 @@ class ChatHost:
     """
 
     def __init__(self, folders: Folders, announce: Callable[[set[str]], None]) -> None:
-        self._folders, self._announce, self.limits = folders, announce, Limits()
+        self._folders, self._announce, self.limits = folders, announce, ChatLimits()
         self._changed = threading.Condition(threading.RLock())
         self._child: ChatChild | None = None
         self._state = ChatState(None, None, "none", None, None, None, "", ())
@@ -164,13 +164,13 @@ class ChatHost:
                 what, fix = f"This conversation has {MAX_EXCHANGES} prompts, the most.", "Begin a new conversation."
                 raise UserError("chat-long", what, where=str(run_dir.path), fix=fix)
             # Keep the prompt, and hand it to the child
-            pending = Pending(prompt, options, {side: Answer(side, "", 0, "") for side in SIDES[options.side]})
+            pending = OpenPrompt(prompt, options, {side: Answer(side, "", 0, "") for side in SIDES[options.side]})
             self._state = ChatState(run_dir, record, "none", pending, None, None, "", ())
             before = self._child
             if before is None or before.wanted_end or before.job.adapter != job.adapter or before.run_dir != run_dir:
                 self._start(ChatChild(run_dir, updates, job), before)
             self._changed.notify_all()
-        self._tell()
+        self._announce_change()
 
     def stop(self) -> None:
         """Ask the child to end its answers."""
@@ -180,7 +180,7 @@ class ChatHost:
                 if self._child is not None and self._child.phase == "loading":
                     self._child.wanted_end = "asked"  # nothing has been written yet
             self._changed.notify_all()
-        self._tell()
+        self._announce_change()
 
     def begin(self) -> None:
         """Close the open conversation. The child stays, for the next one.
@@ -203,7 +203,7 @@ class ChatHost:
             if self._state.pending is not None:
                 raise _busy(self._state.run_dir)
             self._state = ChatState(run_dir, record, "none", None, None, None, "", ())
-        self._tell()
+        self._announce_change()
 
     def end(self, reason: Reason = "asked") -> None:
         """Ask the child to end. The conversation stays open."""
@@ -271,7 +271,7 @@ class ChatHost:
                 tool.send(ResetRequest(record.system, record.earlier))
             known = self._answered(child, tool, pending, record)
 
-    def _next(self, child: ChatChild, tool: Tool) -> Pending:
+    def _next(self, child: ChatChild, tool: Tool) -> OpenPrompt:
         """Wait for a prompt.
 
         Raises:
@@ -286,7 +286,7 @@ class ChatHost:
                     return self._state.pending
                 if child.phase != "ready":
                     child.phase = "ready"
-                    self._tell()
+                    self._announce_change()
                 self._changed.wait(WAIT_S)
                 is_idle = self._state.pending is None and time.monotonic() - begun_s > self.limits.idle_s
                 if is_idle and not child.wanted_end:  # in the lock: a message that comes now starts another child
@@ -295,9 +295,9 @@ class ChatHost:
             if tool.child.poll() is not None:
                 list(tool.heard(ReadyEvent))  # raises why it ended
 
-    def _answered(self, child: ChatChild, tool: Tool, pending: Pending, record: ChatRecord) -> ChatRecord:
+    def _answered(self, child: ChatChild, tool: Tool, pending: OpenPrompt, record: ChatRecord) -> ChatRecord:
         """Answer one prompt, save the conversation, and return it."""
-        self._tell()
+        self._announce_change()
         tool.send(request_of(pending.prompt, pending.options, len(record.exchanges)))
         heard = tool.heard(AnsweredEvent, len(pending.answers), lambda: self._check(child, tool, self.limits.silent_s))
         for event in heard:
@@ -313,7 +313,7 @@ class ChatHost:
                         pending.answers[event.side] = replace(before, tokens=event.tokens, ended=event.ended)
         return self._kept(pending, record)
 
-    def _write(self, pending: Pending, event: WrittenEvent) -> None:
+    def _write(self, pending: OpenPrompt, event: WrittenEvent) -> None:
         with self._changed:
             before = pending.answers[event.side]
             text = before.text + event.text
@@ -323,7 +323,7 @@ class ChatHost:
             self._announced_s = time.monotonic()
             self._announce({WRITTEN})
 
-    def _kept(self, pending: Pending, record: ChatRecord) -> ChatRecord:
+    def _kept(self, pending: OpenPrompt, record: ChatRecord) -> ChatRecord:
         """Add a prompt and its answers to the conversation, write its file, and return it."""
         answers = tuple(replace(each, ended=each.ended or "stopped") for each in pending.answers.values())
         record = record.with_exchange(Exchange(pending.prompt, replace(pending.options, system=""), answers))
@@ -335,7 +335,7 @@ class ChatHost:
             failure = Failure.of(error)
         with self._changed:
             self._state = replace(self._state, record=record, pending=None, failure=failure)
-        self._tell()
+        self._announce_change()
         return record
 
     def _finish(self, child: ChatChild, failure: Failure | None, reason: Reason) -> None:
@@ -350,7 +350,7 @@ class ChatHost:
                 else:
                     self._state = replace(self._state, pending=None, unanswered=pending)
             self._state = replace(self._state, failure=failure or self._state.failure, reason=reason)
-        self._tell()
+        self._announce_change()
 
     def _check(self, child: ChatChild, tool: Tool, silent_s: float) -> None:
         """Pass on a stop, and check that the child is wanted and shows signs of life.
@@ -391,9 +391,9 @@ class ChatHost:
     def _notice(self, text: str) -> None:
         with self._changed:
             self._state = replace(self._state, notices=(*self._state.notices, text)[-MAX_NOTICES:])
-        self._tell()
+        self._announce_change()
 
-    def _tell(self) -> None:
+    def _announce_change(self) -> None:
         self._announce({CHANGED})
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -20,7 +20,9 @@ from lora_rocm.ui.free_gpu import running_runs
 from lora_rocm.ui.rendering import fragment, is_fragment, page, url
 
 if TYPE_CHECKING:
+    from lora_rocm.commands.chat_records import Exchange
     from lora_rocm.commands.chat_session import Options
+    from lora_rocm.ui.chat_host import ChatState
 
 VIEW = "try_chat.html.j2"
 NUM_SHOWN = 20
@@ -35,6 +37,28 @@ class ShownChat:
     title: str
     count: int
     updates: int
+
+
+class TalkValues(TypedDict):
+    """The values of the conversation's piece of the page.
+
+    Attributes:
+        name: the run, as requests call it.
+        state: the state of the server's chat.
+        is_here: whether the open conversation is the run's.
+        exchanges: its prompts, if it is.
+        elsewhere: the other run, if it is not.
+        listed: the run's earlier conversations.
+        sides: names of the sides.
+    """
+
+    name: str
+    state: ChatState
+    is_here: bool
+    exchanges: Sequence[Exchange]
+    elsewhere: str | None
+    listed: Sequence[ShownChat]
+    sides: Sequence[str]
 
 
 def chat_page(request: Request, run_dir: RunDir) -> Response:
@@ -58,8 +82,7 @@ def chat_page(request: Request, run_dir: RunDir) -> Response:
     )
 
 
-def _talk(request: Request, run_dir: RunDir) -> dict[str, Any]:
-    """Return what the conversation's piece shows."""
+def _talk(request: Request, run_dir: RunDir) -> TalkValues:
     from lora_rocm.commands.chat_records import chats_of
     from lora_rocm.commands.chat_session import SIDES
 
@@ -70,15 +93,15 @@ def _talk(request: Request, run_dir: RunDir) -> dict[str, Any]:
         ShownChat(each.name, each.exchanges[0].prompt, len(each.exchanges), each.updates)
         for each in chats_of(run_dir, NUM_SHOWN)
     ]
-    return {
-        "name": ui.folders.name_of(run_dir.path),
-        "state": state,
-        "is_here": is_here,
-        "exchanges": state.record.exchanges if is_here and state.record is not None else (),
-        "elsewhere": None if is_here or state.run_dir is None else ui.folders.name_of(state.run_dir.path),
-        "listed": listed,
-        "sides": SIDES["both"],
-    }
+    return TalkValues(
+        name=ui.folders.name_of(run_dir.path),
+        state=state,
+        is_here=is_here,
+        exchanges=state.record.exchanges if is_here and state.record is not None else (),
+        elsewhere=None if is_here or state.run_dir is None else ui.folders.name_of(state.run_dir.path),
+        listed=listed,
+        sides=SIDES["both"],
+    )
 
 
 def talk(request: Request) -> Response:
