@@ -144,7 +144,7 @@ def test_an_earlier_conversation_continues_in_a_new_child(chat: Chat) -> None:
     state = chat.until(lambda state: state.phase == "none")
     assert state.reason == "asked" and state.record == kept
     chat.post("begin")
-    assert kept.name in chat.site.get("/try/chat/talk", **RUN)
+    assert kept.name in chat.site.get("/try/chat/list", **RUN)
     chat.post("reopen", params=RUN | {"chat": kept.name})
     state = chat.answered(prompt="more")
     assert "reset with 1 earlier, system 'brief'" in state.notices[0] and texts(state)[2].startswith("base 1 seed 8")

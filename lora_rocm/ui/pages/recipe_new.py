@@ -36,7 +36,8 @@ def choices(request: Request) -> Response:
     """Two kinds of new recipes, with the shipped recipes as presets."""
     from lora_rocm.commands.new import recipes
 
-    return page(request, NEW, shipped=recipes().recipes)
+    texts = request.query_params.get("texts", "")
+    return page(request, NEW, shipped=recipes().recipes, texts=texts)
 
 
 async def new(request: Request) -> Response:

@@ -114,6 +114,11 @@ def text(request: Request) -> Response:
     return fragment(request, VIEW, "text", **_talk(request, _run(request)))
 
 
+def chats(request: Request) -> Response:
+    """The earlier conversations, again."""
+    return fragment(request, VIEW, "chats", **_talk(request, _run(request)))
+
+
 async def send(request: Request) -> Response:
     """Send a prompt to both sides."""
     fields = await fields_of(request)
@@ -194,6 +199,7 @@ def _run(request: Request) -> RunDir:
 ROUTES = [
     Route("/try/chat/talk", talk),
     Route("/try/chat/text", text),
+    Route("/try/chat/list", chats),
     Route("/try/chat/send", send, methods=["POST"]),
     Route("/try/chat/stop", stop, methods=["POST"]),
     Route("/try/chat/end", end, methods=["POST"]),
