@@ -16,9 +16,11 @@ from lora_rocm.commands import comparison_grid, plan
 from lora_rocm.commands.comparison_grid import draw_missing, open_grid
 from lora_rocm.errors import StoppedError
 from lora_rocm.processes.jobs import CompareJob
+from lora_rocm.recipe.load import dump_recipe, load_recipe
 from lora_rocm.rundir.clicks import read_clicks
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.lock import locked
+from lora_rocm.ui.texts import t
 from tests.supervisor.fake_run import event
 from tests.ui.drawn_grid import PROMPT, STEPS, STRENGTHS, with_files, with_grid
 from tests.ui.site import Site, code_of
@@ -229,3 +231,20 @@ def test_a_run_without_a_recipe_is_a_sentence(site: Site) -> None:
     run_dir.recipe.unlink()
     answer = site.client.get("/choose/run", params=RUN)
     assert answer.status_code in (404, 422) and code_of(answer.text)
+
+
+def test_a_language_model_has_its_own_words_and_formats(site: Site) -> None:
+    run_dir = with_files(site.run())
+    recipe = site.folder / "text.yaml"
+    recipe.write_text(
+        'model: {family: causal-lm, name_or_path: "builtin:tiny-llama"}\n'
+        "data: {sources: [{dataset: chats.jsonl}]}\ntrain: {max_train_steps: 1}\n",
+        encoding="utf-8",
+    )
+    of_images = site.get("/choose/run", **RUN)
+    run_dir.recipe.write_text(dump_recipe(load_recipe(recipe).recipe), encoding="utf-8")
+    text = site.get("/choose/run", **RUN)
+    for key in ("choose_made.text.draw", "choose_made.text.no_pair"):
+        assert t(key) in text and t(key) not in of_images
+    assert "--format gguf --step 40" in text and "/try/run?dir=runs%2Fa-run&amp;file=20" in text
+    assert "/choose/copy" in of_images and "/choose/copy" not in text  # no folder of ComfyUI
