@@ -174,6 +174,9 @@ def _clicked(request: Request, token: str, preferred: str) -> Response:
         Side(one.variant.updates, one.variant.strength, one.path.relative_to(found.run_dir.path).as_posix())
         for one in (pair.first, pair.second)
     )
+    texts = _text(pair.first.path), _text(pair.second.path)
+    if texts[0] is not None and texts[0] == texts[1]:  # nobody can prefer one of two equal answers
+        chosen = "tie"
     add_click(found.run_dir, pair.first.prompt, first, second, chosen)
     return _voted(request, found)
 
