@@ -319,3 +319,14 @@ def test_records_that_are_wrong_are_left_out(chat: Chat, tmp_path: Path) -> None
     path.rename(moved)
     path.symlink_to(moved)
     assert list(chats_of(chat.run_dir, 99)) == []  # a link out of the run
+
+
+def test_a_continued_conversation_keeps_its_file(chat: Chat) -> None:
+    chat.answered(file="20")
+    (kept,) = chats_of(chat.run_dir, 20)
+    chat.post("begin")
+    headers = {"hx-request": "true"}
+    answer = chat.site.client.post("/try/chat/reopen", params=RUN | {"chat": kept.name}, headers=headers)
+    address = answer.headers["HX-Redirect"]
+    assert address.endswith("file=20") and '<option value="20" selected' in chat.site.client.get(address).text
+    assert len(texts(chat.answered(file="20", prompt="more"))) == 4 and len(chats_of(chat.run_dir, 20)) == 1

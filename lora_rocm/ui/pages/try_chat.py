@@ -173,11 +173,16 @@ def begin(request: Request) -> Response:
 
 
 def reopen(request: Request) -> Response:
-    """Continue an earlier conversation."""
+    """Continue an earlier conversation. The page is loaded again, so that its fields name the conversation's file."""
     from lora_rocm.commands.chat_records import chat_named
 
-    name = query_of(request, "chat")
-    return _done(request, lambda run_dir: context_of(request).chat.reopen(run_dir, chat_named(run_dir, name)))
+    ui, run_dir = context_of(request), _run(request)
+    record = chat_named(run_dir, query_of(request, "chat"))
+    ui.chat.reopen(run_dir, record)
+    address = url("/try/run", dir=ui.folders.name_of(run_dir.path), file=record.updates)
+    if is_fragment(request):
+        return Response(headers={"HX-Redirect": address})
+    return RedirectResponse(address, 303)
 
 
 def _done(request: Request, change: Callable[[RunDir], None]) -> Response:
