@@ -357,12 +357,14 @@ def chat(
         int, typer.Option(min=1, max=1_000_000, metavar="N", help="Maximum number of tokens of an answer.")
     ] = 1024,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, metavar="N", help="Seed of the first answer.")] = 1234,
+    strength: Annotated[float, typer.Option(min=-100.0, max=100.0, metavar="X", help="Strength of the adapter.")] = 1.0,
 ) -> int:
     """Chat with the language model of a run. It answers with and without its adapter."""
     from lora_rocm.commands import chat as talk
+    from lora_rocm.commands.chat_session import Options
     from lora_rocm.commands.newest import run_or_newest
 
-    options = talk.Options(side.value, system, temperature, top_p, max_tokens, seed)
+    options = Options(side.value, system, temperature, top_p, max_tokens, seed, strength)
     return talk.chat(run_or_newest(run, runs_dir, output), prompt, options, output)
 
 

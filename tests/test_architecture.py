@@ -80,6 +80,7 @@ PROCESS_EDGES = {
     (f"{PACKAGE}.commands.check_base", "_weigh"),  # a thread, which passes its exceptions on
     (f"{PACKAGE}.commands.start_run", "_work"),  # likewise
     (f"{PACKAGE}.ui.background", "_run"),  # likewise
+    (f"{PACKAGE}.ui.chat_host", "_serve"),  # likewise
     (f"{PACKAGE}.dataset.rows.row_edge", "row_edge"),
     (f"{PACKAGE}.families.causal_lm.chat_template", "_template"),
     ("benchmarks/reliable_fuzz.py", "child"),

@@ -14,13 +14,13 @@ import pytest
 from PIL import Image
 
 from lora_rocm import json_reference
-from lora_rocm.commands import chat, compare, start_run, tune
+from lora_rocm.commands import chat_session, compare, start_run, tune
 from lora_rocm.commands.output import Failed, json_value
 from lora_rocm.json_reference import FOLLOWS, RESULTS
 from lora_rocm.processes import row_runner
 from lora_rocm.recipe.comparison import fingerprint
 from lora_rocm.recipe.load import load_recipe
-from lora_rocm.rundir.event_types import AnsweredEvent
+from lora_rocm.rundir.event_types import ReadyEvent
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import worker_process as worker_process
 from lora_rocm.ui.server import PageServer
@@ -79,7 +79,7 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def worker(run_dir: RunDir, *options: object) -> list[str]:
         return [sys.executable, "-m", "tests.supervisor.fake_worker", "done", str(run_dir.path)]
 
-    def tool(module: str, arguments: Sequence[str], env: object, on_event: Callable[[Any], None]) -> int:
+    def tool(module: str, arguments: Sequence[str], env: object, on_event: Callable[[Any], None], late: object) -> int:
         image = str(tmp_path / "pics" / "0.png")
         made = {"format": "peft", "path": "/x", "max_difference": 0.1, "cannot_read": ["A"], "can_read": ["B"]}
         for event in (
@@ -108,7 +108,7 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(start_run, "BEGAN_S", 0.0)
     monkeypatch.setattr("lora_rocm.processes.tool.run_tool", tool)
     monkeypatch.setattr(row_runner, "run_tool", rows)
-    monkeypatch.setattr(chat, "started", talking)
+    monkeypatch.setattr(chat_session, "started", talking)
     monkeypatch.setattr(PageServer, "serve", lambda self: None)
     mi300x = replace(situation("linux-mi300x"), app_dir=str(tmp_path / "home"))
     monkeypatch.setattr(tune, "situation_here", lambda recipe: replace(mi300x, recipe=recipe))
@@ -124,7 +124,9 @@ def talking(words: Sequence[str], env: Mapping[str, str]) -> Iterator[Any]:
             pass
 
         def heard(self, last: object, count: int = 1, each_round: Callable[[], None] = lambda: None) -> Iterator[Any]:
-            if last is AnsweredEvent:
+            if last is ReadyEvent:
+                yield heard({"type": "ready", "adapter": "adapter", "base": "base"})
+            else:
                 yield heard({"type": "written", "side": "adapter", "text": "hello"})
                 yield heard({"type": "answered", "side": "adapter", "tokens": 1, "ended": "end"})
 

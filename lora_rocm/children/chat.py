@@ -132,6 +132,16 @@ class ChatModel:
         emit(AnsweredEvent(side=self.name, tokens=count, ended=ended))
 
 
+def messages_of(request: ResetRequest, side: str) -> list[dict[str, str]]:
+    """Return the messages with which a side's conversation begins."""
+    found = [{"role": "system", "content": request.system}] if request.system else []
+    for each in request.earlier:
+        if side in each.answers:
+            found.append({"role": "user", "content": each.prompt})
+            found.append({"role": ANSWERS, "content": each.answers[side]})
+    return found
+
+
 def chat(
     job: ChatJob,
     registry: FamilyRegistry = FAMILIES,
@@ -165,17 +175,19 @@ def chat(
     family.fuse(model, triton=False)
     for component in model.components.values():
         component.eval()
-    sides = {BASE: ChatModel(BASE, adapter.disabled), ADAPTER: ChatModel(ADAPTER, nullcontext)}
+    strength = 1.0
+    adapted = ChatModel(ADAPTER, lambda: nullcontext() if strength == 1.0 else adapter.scaled(strength))
+    sides = {BASE: ChatModel(BASE, adapter.disabled), ADAPTER: adapted}
     emit(ReadyEvent(adapter=str(job.adapter), base=recipe.model.name_or_path))
     limit = LimitFollower(device, settings)
     while (request := requests.next()) is not None:
         limit.renew_if_due()
         match request:
             case ResetRequest():
-                system = [{"role": "system", "content": request.system}] if request.system else []
                 for side in sides.values():
-                    side.messages = [*system]
+                    side.messages = messages_of(request, side.name)
             case AskRequest():
+                strength = request.strength
                 sampling = Sampling(request.temperature, request.top_p, request.max_tokens, request.seed)
                 running = []
                 for side in (sides[name] for name in request.sides):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -17,29 +16,21 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from lora_rocm.commands.chat_session import SIDES, Answer, Options, await_ready, chat_job, opened_chat, request_of
 from lora_rocm.commands.output import Output, OutputMode
 from lora_rocm.commands.sample_export import require_text
 from lora_rocm.errors import UserError
 from lora_rocm.families.registry import FAMILIES, FamilyRegistry
-from lora_rocm.foundation.files import temporary_folder
-from lora_rocm.foundation.terminal_text import legible, quoted
-from lora_rocm.processes.jobs import CHILDREN, AskRequest, ChatJob, ResetRequest, StopRequest
-from lora_rocm.processes.process import Asked, heavy_command, stop_signals
-from lora_rocm.processes.tool import Tool, started, write_job
+from lora_rocm.foundation.terminal_text import legible
+from lora_rocm.processes.jobs import ResetRequest, StopRequest
+from lora_rocm.processes.process import Asked, stop_signals
+from lora_rocm.processes.tool import Tool
 from lora_rocm.recipe.yaml_tree import is_clean
-from lora_rocm.rules.this_machine import plan_here
-from lora_rocm.rundir.event_types import AnsweredEvent, Event, NoticeEvent, ReadyEvent, WrittenEvent
-from lora_rocm.rundir.layout import RunDir
-from lora_rocm.rundir.made_from import is_of_another_step, newest_lora
-from lora_rocm.rundir.whole_files import require_whole, require_whole_named
-from lora_rocm.supervisor.choose_run_dir import holds_run
-from lora_rocm.supervisor.run_recipe import recipe_of_run
+from lora_rocm.rundir.event_types import AnsweredEvent, Event, NoticeEvent, WrittenEvent
 
-SIDES = {"both": ("base", "adapter"), "base": ("base",), "adapter": ("adapter",)}
 TITLES = {"base": "base model", "adapter": "with adapter"}
 MIN_COLUMNS = 100
 """Minimum width of a terminal that shows two answers side by side. A narrower terminal shows one below the other."""
-WEIGHTS = "adapter_model.safetensors"
 HELP = """\
 /both, /base, /adapter  choose who answers.
 /reset [TEXT]           begin a new conversation, with TEXT as its system prompt if given.
@@ -47,35 +38,6 @@ HELP = """\
 /quit                   end (also Ctrl-D). Ctrl-C stops an answer.
 A line that begins with a space is not a command."""
 ENDINGS = {"limit": "[the limit of --max-tokens, or of the model's context]", "stopped": "[stopped]"}
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options for generating answers. See ``families.base.Sampling`` for the sampling fields."""
-
-    side: str
-    system: str
-    temperature: float
-    top_p: float
-    max_tokens: int
-    seed: int
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One answer.
-
-    Attributes:
-        side: the model that answered, base or adapter.
-        text: the answer.
-        tokens: number of generated tokens.
-        ended: why the answer ended: end, limit (of tokens), stopped or refused.
-    """
-
-    side: str
-    text: str
-    tokens: int
-    ended: str
 
 
 @dataclass(frozen=True)
@@ -128,52 +90,16 @@ def chat(
         raise UserError("prompt-needed", what, where=f"--{output.mode.value}", fix='Give --prompt "...".')
     require_text("--prompt", prompt or "")
     require_text("--system", options.system)
-    adapter, recipe = _adapter_of(source.absolute(), registry)
-    with temporary_folder() as folder:
-        job = write_job(folder, ChatJob(adapter=adapter, recipe=recipe))
-        command = heavy_command(CHILDREN["chat"].module, str(job), reads_input=True)
-        with started(command, plan_here().applied_to(os.environ)) as child:
-            talk = _Talk(child, options, output, Console(file=output.stream))
-            talk.load(quiet=prompt is not None)
-            if prompt is None:
-                talk.read_lines()
-                return 0
-            found = ChatResult(prompt, tuple(talk.answers(prompt)))
+    with opened_chat(chat_job(source.absolute(), registry)) as child:
+        talk = _Talk(child, options, output, Console(file=output.stream))
+        talk.load(quiet=prompt is not None)
+        if prompt is None:
+            talk.read_lines()
+            return 0
+        found = ChatResult(prompt, tuple(talk.answers(prompt)))
     if output.mode != OutputMode.HUMAN:  # for humans they were shown as they came
         output.show(found, render(found))
     return UserError.exit_code if any(answer.ended == "refused" for answer in found.answers) else 0
-
-
-def _adapter_of(source: Path, registry: FamilyRegistry) -> tuple[Path, Path]:
-    """Return the paths of the adapter and of its run's recipe.
-
-    Raises:
-        UserError, AdapterError: see ``chat``.
-    """
-    if source.name == WEIGHTS:
-        source = source.parent
-    around = [RunDir(folder) for folder in (source, source.parent, source.parent.parent)]
-    # accept a run without a recipe too, because ``recipe_of_run`` reports the missing file
-    recipe = next((each.recipe for each in around if each.recipe.is_file() or holds_run(each)), None)
-    if not source.exists() or recipe is None:
-        raise UserError(
-            "no-run",
-            "There is no run here, and no PEFT folder of a run, so base model and adapter are unknown.",
-            where=str(source),
-            fix="Give a run directory (runs/...), or copy recipe.yaml of the run next to the PEFT folder.",
-        )
-    spec = recipe_of_run(recipe, registry).spec
-    if not spec.trains_on_texts:
-        what = f"This run trained {spec.title}, which draws {spec.preview}s and cannot chat."
-        raise UserError(
-            "no-chat", what, where=str(recipe), fix=f"Use {quoted(['lora-rocm', 'sample', str(source)])} --prompt ..."
-        )
-    run_dir = RunDir(source)
-    if not holds_run(run_dir):
-        return require_whole_named(source), recipe
-    if run_dir.peft_dir.is_dir() and not is_of_another_step(run_dir, "peft"):
-        return require_whole(run_dir, run_dir.peft_dir), recipe
-    return newest_lora(run_dir), recipe
 
 
 @dataclass
@@ -199,11 +125,9 @@ class _Talk:
 
         ``quiet``: do not show the model's name.
         """
-        for event in self.child.heard(ReadyEvent):
-            if isinstance(event, NoticeEvent):
-                self.output.on_stderr(event.text)
-            elif isinstance(event, ReadyEvent) and not quiet:
-                self.output.notify(f"{event.base}, with the adapter {event.adapter}. /help lists the commands.")
+        ready = await_ready(self.child, self.output.on_stderr)
+        if not quiet:
+            self.output.notify(f"{ready.base}, with the adapter {ready.adapter}. /help lists the commands.")
         self.child.send(ResetRequest(self.options.system))
 
     def read_lines(self) -> None:
@@ -251,14 +175,7 @@ class _Talk:
         sides = SIDES[self.options.side]
         is_shown = self.output.mode == OutputMode.HUMAN
         together = is_shown and len(sides) > 1 and self.console.is_terminal and self.console.width >= MIN_COLUMNS
-        request = AskRequest(
-            prompt=prompt,
-            sides=sides,
-            temperature=self.options.temperature,
-            top_p=self.options.top_p,
-            max_tokens=self.options.max_tokens,
-            seed=self.options.seed + self.num_asked,
-        )
+        request = request_of(prompt, self.options, self.num_asked)
         self.num_asked += 1
         found, texts = list[Answer](), dict.fromkeys(sides, "")
         for group in [sides] if together else [(side,) for side in sides]:

@@ -98,7 +98,7 @@ def draw_try(
     """
     # Check the values and the place before the slow start of the child
     values.require_sane()
-    source = _source(run_dir, values.updates)
+    source = source_of(run_dir, values.updates)
     try:
         make_folder(run_dir.tries, run_dir.path)
     except OSError as error:
@@ -165,8 +165,8 @@ def _read(run_dir: RunDir, path: Path) -> Try | None:
     return found if all(each.is_file() and run_dir.holds(each) for each in (found.picture, found.base)) else None
 
 
-def _source(run_dir: RunDir, updates: int) -> Path:
-    """Return what ``sample`` takes: the run for its newest file, or the file of a step.
+def source_of(run_dir: RunDir, updates: int) -> Path:
+    """Return what ``sample`` and ``chat`` take: the run for its newest file, or the file of a step.
 
     Raises:
         UserError: no-such-step.

@@ -138,6 +138,7 @@ class AskRequest:
 
     sides: names of the sides that answer, each in its own conversation.
     temperature, top_p, max_tokens, seed: see ``families.base.Sampling``.
+    strength: strength of the adapter.
     """
 
     prompt: str
@@ -146,13 +147,26 @@ class AskRequest:
     top_p: float
     max_tokens: int
     seed: int
+    strength: float = 1.0
+
+
+@dataclass(frozen=True)
+class AnsweredPrompt:
+    """A prompt of an earlier conversation, with the answer of each side that gave one."""
+
+    prompt: str
+    answers: dict[str, str]
 
 
 @dataclass(frozen=True)
 class ResetRequest:
-    """Request to begin new conversations. system: the system prompt; empty for none."""
+    """Request to begin new conversations, or to continue earlier ones.
+
+    system: the system prompt; empty for none. earlier: the prompts so far; empty for a new conversation.
+    """
 
     system: str
+    earlier: tuple[AnsweredPrompt, ...] = ()
 
 
 @dataclass(frozen=True)

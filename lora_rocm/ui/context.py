@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
@@ -16,6 +18,9 @@ from lora_rocm.ui.launch import Launches
 from lora_rocm.ui.live import Live
 from lora_rocm.ui.part import Part
 from lora_rocm.ui.run_views import RunViews
+
+if TYPE_CHECKING:
+    from lora_rocm.ui.chat_host import ChatHost
 
 
 @dataclass
@@ -38,13 +43,32 @@ class UiContext:
     background: Background = field(init=False)
     views: RunViews = field(default_factory=RunViews)
     launches: Launches = field(default_factory=Launches)
+    _chat: ChatHost | None = None
+    _chat_lock: Lock = field(default_factory=Lock)
 
     def __post_init__(self) -> None:
         self.edits, self.live = Edits(), Live(self.folders)
         self.background = Background(lambda key: self.live.announce({f"work-{key}"}))
 
+    @property
+    def chat(self) -> ChatHost:
+        """The server's chat, made when it is first wanted: its modules are slow to import."""
+        with self._chat_lock:
+            if self._chat is None:
+                from lora_rocm.ui.chat_host import ChatHost
+
+                self._chat = ChatHost(self.folders, self.live.announce)
+            return self._chat
+
+    def wait_closed(self, timeout_s: float) -> None:
+        """Wait until the chat's model is gone, but no longer than this."""
+        if self._chat is not None:
+            self._chat.wait_ended(timeout_s)
+
     def close(self) -> None:
-        """End the live streams and the background work."""
+        """End the live streams, the background work and the chat's model."""
+        if self._chat is not None:
+            self._chat.close()
         self.live.close()
         self.background.close()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from starlette.datastructures import FormData
 from starlette.requests import Request
 
@@ -36,4 +38,21 @@ def query_of(request: Request, name: str) -> str:
     value = request.query_params.get(name, "")
     if not value:
         raise UserError("field-missing", "This address is incomplete.", where=name, fix="Follow a link of the page.")
+    return value
+
+
+def number_of(given: Mapping[str, str], where: str) -> float:
+    """Return the number in a field.
+
+    Raises:
+        UserError: number-wrong: it is not a finite number.
+    """
+    text = given.get(where, "").strip().replace(",", ".")
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not abs(value) < 1e15:
+        what = "This is not a number."
+        raise UserError("number-wrong", what, where=f"{where}: {text:.40}", fix="Write a number such as 1.")
     return value

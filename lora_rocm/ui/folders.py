@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from lora_rocm.commands.cli_queue import DEFAULT_QUEUE, QUEUE_VARIABLE
@@ -18,6 +19,7 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.newest import is_run
 
 MAX_PATH_LETTERS = 4096
+MAX_SUBFOLDERS = 500
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,30 @@ class Folders:
         return str(path)
 
     def run_folders(self) -> list[Path]:
-        """Return the folders in which runs are listed."""
-        return list(_distinct([self.runs, *(each.path for each in self.named if each.reason == "added")]))
+        """Return the folders in which runs are listed.
+
+        These are the folder of new runs, folders with runs directly in the working folder (a recipe's ``output.dir``
+        may be any), and folders that the user added.
+        """
+        added = [each.path for each in self.named if each.reason == "added"]
+        return list(_distinct([self.runs, *_folders_with_runs(self.working), *added]))
+
+
+def _folders_with_runs(folder: Path) -> Iterable[Path]:
+    """Yield the folders directly in a folder that contain a run. Hidden folders, links and runs are skipped."""
+    for path in _subfolders(folder):
+        if not is_run(path) and any(map(is_run, _subfolders(path))):
+            yield path
+
+
+def _subfolders(folder: Path) -> Iterable[Path]:
+    """Yield the first folders in a folder; none if it cannot be read."""
+    try:
+        with os.scandir(folder) as listed:
+            folders = (each for each in listed if each.is_dir(follow_symlinks=False) and not each.name.startswith("."))
+            yield from (Path(each.path) for each in islice(folders, MAX_SUBFOLDERS))
+    except OSError:
+        return
 
 
 def _distinct(paths: Iterable[Path]) -> Iterable[Path]:

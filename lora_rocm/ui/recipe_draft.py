@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lora_rocm.dataset.sources.folders import TABLE_SUFFIXES
 from lora_rocm.errors import Problem, RecipeError, UserError
 from lora_rocm.families.registry import FAMILIES
 from lora_rocm.recipe.kinds import Kinds, kinds_of
@@ -15,6 +16,7 @@ from lora_rocm.recipe.load import MAX_RECIPE_BYTES, LoadedRecipe, load_text
 from lora_rocm.recipe.recipe_fields import FieldSection, RecipeField, field_sections, simple_fields
 from lora_rocm.recipe.value_edit import remove_value, set_value
 from lora_rocm.recipe.yaml_tree import YamlSyntaxError, YamlTree, parse_yaml, value_at
+from lora_rocm.ui.texts import t
 
 PLACE = re.compile(r":(\d+)(?::\d+)?(?: (\S+))?")
 ENTRY = re.compile(r"\[\d+\].*")
@@ -151,10 +153,18 @@ def edited(text: str, path: Path) -> RecipeBeingEdited:
         problems = tuple(error.problems)
     own = tree.value if isinstance(tree.value, dict) else {}
     kinds = kinds_of(loaded.layers.data if loaded is not None else own, FAMILIES)
-    notices = loaded.notices if loaded is not None else ()
+    notices = (*_missing_tables(loaded), *loaded.notices) if loaded is not None else ()
     whole = None if problems else loaded
     is_mapping = is_yaml and isinstance(tree.value, dict | None)
     return RecipeBeingEdited(text, whole, _placed(problems, path), notices, tree, is_mapping, kinds)
+
+
+def _missing_tables(loaded: LoadedRecipe) -> list[str]:
+    """Return a notice for each table that the recipe names and that is not there: it has only been imported, say."""
+    data = loaded.recipe.data
+    named = [source.dataset for source in data.sources]
+    tables = [name for name in named if name is not None and Path(name).suffix.lower() in TABLE_SUFFIXES]
+    return [t("recipe.no_table", path=name) for name in tables if not Path(name).expanduser().exists()]
 
 
 def _placed(problems: Sequence[Problem], path: Path) -> tuple[PlacedProblem, ...]:

@@ -182,6 +182,7 @@ class PageServer:
         """Answer requests until Ctrl-C, SIGTERM or ``stop``."""
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again after it has ended
             self._server.run(sockets=[self._socket])
+        self.context.wait_closed(CLOSE_S)
 
     def stop(self) -> None:
         """Ask the server to end, from any thread."""

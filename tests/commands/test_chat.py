@@ -8,9 +8,11 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -21,7 +23,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lora_rocm.adapters.attach import inject
 from lora_rocm.base_models.loading import builtin_folder
 from lora_rocm.children.chat import ChatModel, chat
-from lora_rocm.commands import chat as command
+from lora_rocm.commands import chat_session
+from lora_rocm.commands.chat import ENDINGS
+from lora_rocm.commands.chat_session import Options
 from lora_rocm.dataset.rows.records import UnusableText
 from lora_rocm.export.metadata import RunFacts
 from lora_rocm.export.writers import write
@@ -34,6 +38,8 @@ from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.rundir.event_types import Event
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.ui.chat_host import ChatHost
+from lora_rocm.ui.folders import Folders
 from tests.command_line import command_line
 from tests.supervisor.fake_run import write_whole_run
 from tests.tiny_llm import tiny_tokenizer
@@ -73,6 +79,7 @@ class Fake:
         self._requests: queue.Queue[Any] = queue.Queue()
         self._events: queue.Queue[Event | Exception] = queue.Queue()
         self.stopped = False
+        self.child = SimpleNamespace(poll=lambda: None)
         self.thread = threading.Thread(target=self._work, args=[job])
         self.thread.start()
 
@@ -110,7 +117,7 @@ def fake(words: Sequence[str], env: Mapping[str, str]) -> Iterator[Fake]:
 
 @pytest.fixture
 def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "started", fake)
+    monkeypatch.setattr(chat_session, "started", fake)
 
 
 def reference(run: Path) -> list[list[str]]:
@@ -150,6 +157,45 @@ def test_answers_of_both_sides_are_those_of_transformers(run: Path, monkeypatch:
     assert (alone.exit_code, alone.stdout) == (0, adapter[0] + "\n\n")
     refused = command_line(*plain, "--prompt", "a" * 600)
     assert refused.exit_code == 2 and says(refused.stderr, "commands/and-the-model-reads-512")
+
+
+@pytest.mark.usefixtures("_in_this_process")
+def test_the_page_answers_as_the_command_does(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (run / "tries").mkdir(exist_ok=True)
+    host = ChatHost(Folders(run.parent, Path("runs")), lambda changed: None)
+
+    def answers(strength: float, seed: int) -> list[list[str]]:
+        host.begin()
+        for number, prompt in enumerate(ASKED):
+            options = Options(system="brief", temperature=0.9, max_tokens=16, seed=seed, strength=strength)
+            host.send(RunDir(run), run, 0, prompt, options)
+            deadline = time.monotonic() + 60
+            while (state := host.state()).pending is not None:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert state.failure is None and state.record is not None and len(state.record.exchanges) == number + 1
+        return [[answer.text for answer in exchange.answers] for exchange in state.record.exchanges]
+
+    def said(strength: float, seed: int) -> list[list[str]]:
+        lines = iter([*ASKED, "/quit"])
+        monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+        options = ("--temperature", 0.9, "--max-tokens", 16, "--seed", seed, "--strength", strength)
+        ended = command_line("chat", run, "--system", "brief", *options)
+        assert ended.exit_code == 0, ended.stderr
+        found = ended.stdout.split("commands.\n", 1)[1].split("[base model]\n")[1:]
+        limit = "\n" + ENDINGS["limit"]
+        return [[text.strip("\n").removesuffix(limit) for text in pair.split("[with adapter]\n")] for pair in found]
+
+    try:
+        shown = answers(0.6, 5)
+        assert shown == said(0.6, 5)
+        assert answers(1.0, 5) != shown != answers(0.6, 6), "the control"
+        off = answers(0.0, 5)
+        assert all(base == adapted for base, adapted in off) and [pair[0] for pair in off] == [p[0] for p in shown]
+    finally:
+        host.close()
+        host.wait_ended(60)
+        shutil.rmtree(run / "tries")
 
 
 def test_a_run_of_images_and_what_is_no_run_are_refused(tmp_path: Path, run: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import threading
 from collections.abc import Callable
@@ -13,12 +14,14 @@ import pytest
 from PIL import Image
 
 from lora_rocm.commands import comparison_grid, plan
-from lora_rocm.commands.comparison_grid import draw_missing, open_grid
+from lora_rocm.commands.comparison_grid import draw_missing, new_request, open_grid, save_request
 from lora_rocm.errors import StoppedError
 from lora_rocm.processes.jobs import CompareJob
+from lora_rocm.recipe.load import dump_recipe, load_recipe
 from lora_rocm.rundir.clicks import read_clicks
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.lock import locked
+from lora_rocm.ui.texts import t
 from tests.supervisor.fake_run import event
 from tests.ui.drawn_grid import PROMPT, STEPS, STRENGTHS, with_files, with_grid
 from tests.ui.site import Site, code_of
@@ -229,3 +232,34 @@ def test_a_run_without_a_recipe_is_a_sentence(site: Site) -> None:
     run_dir.recipe.unlink()
     answer = site.client.get("/choose/run", params=RUN)
     assert answer.status_code in (404, 422) and code_of(answer.text)
+
+
+def test_a_language_model_has_its_own_words_and_formats(site: Site) -> None:
+    run_dir = with_files(site.run())
+    recipe = site.folder / "text.yaml"
+    recipe.write_text(
+        'model: {family: causal-lm, name_or_path: "builtin:tiny-llama"}\n'
+        "data: {sources: [{dataset: chats.jsonl}]}\ntrain: {max_train_steps: 1}\n",
+        encoding="utf-8",
+    )
+    of_images = site.get("/choose/run", **RUN)
+    run_dir.recipe.write_text(dump_recipe(load_recipe(recipe).recipe), encoding="utf-8")
+    text = site.get("/choose/run", **RUN)
+    for key in ("choose_made.text.draw", "choose_made.text.no_pair"):
+        assert t(key) in text and t(key) not in of_images
+    assert "--format gguf --step 40" in text and "/try/run?dir=runs%2Fa-run&amp;file=20" in text
+    assert "/choose/copy" in of_images and "/choose/copy" not in text  # no folder of ComfyUI
+    # Two equal answers are a tie, however the user votes; two different ones are not
+    _, opened, _ = open_grid(run_dir.path)
+    save_request(run_dir, new_request(run_dir, opened, ["hello"], [1.0], len(STEPS)))
+    grid = open_grid(run_dir.path)[2]
+    assert grid is not None and {cell.path.suffix for cell in grid.cells} == {".txt"}
+    for is_equal, preferred in ((True, "tie"), (False, "first")):
+        for cell in grid.cells:
+            cell.path.write_text("zibu" if is_equal else f"zibu {cell.updates}", encoding="utf-8")
+        page = site.get("/choose/test", **RUN)
+        assert (t("choose.same_text") in page) is is_equal
+        found = re.search(r'"pair": "([0-9a-f]{24})"', html.unescape(page))
+        assert found is not None
+        site.client.post("/choose/click", params=RUN, data={"pair": found[1], "preferred": "first"})
+        assert read_clicks(run_dir)[-1].preferred == preferred

@@ -7,8 +7,10 @@ import sys
 import pytest
 
 from lora_rocm.commands import doctor
+from lora_rocm.rundir.layout import RunDir
 from lora_rocm.ui import launch, machine_state
 from tests.hardware.situations import situation
+from tests.supervisor.fake_run import write_whole_run
 from tests.ui.site import Site
 
 
@@ -84,3 +86,15 @@ def test_the_newest_runs_come_first(site: Site) -> None:
         run_dir.events().write_text(lines, encoding="utf-8")
     text = site.get("/start/runs")
     assert text.count('class="card tile"') == 6
+
+
+def test_runs_in_any_folder_of_the_page_are_listed(site: Site) -> None:
+    """A recipe's ``output.dir`` may be any: an imported one often names "out"."""
+    write_whole_run(RunDir(site.folder / "out" / "elsewhere-1"))
+    write_whole_run(RunDir(site.folder / "alone"))  # a run itself is not a folder of runs
+    outside = site.folder.parent / "outside"
+    write_whole_run(RunDir(outside / "secret-1"))
+    (site.folder / "link").symlink_to(outside, target_is_directory=True)
+    text = site.get("/runs")
+    assert "elsewhere-1" in text and "secret-1" not in text
+    assert site.context.folders.run_folders() == [site.folder / "runs", site.folder / "out"]

@@ -157,20 +157,3 @@ def test_records_that_are_wrong_are_left_out(site: Site, drawn: list[SimpleNames
     assert len(tries_of(run_dir, 20)) == 1
     record.unlink()
     assert tries_of(run_dir, 20) == [] and "<figure>" not in site.get("/try/history", **RUN)
-
-
-def test_a_language_model_has_its_command(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lora_rocm.recipe.load import dump_recipe, load_recipe
-
-    run_dir = with_files(site.run())
-    data = site.folder / "chats.jsonl"
-    data.write_text('{"prompt": "a", "completion": "b"}\n', encoding="utf-8")
-    recipe = site.folder / "text.yaml"
-    recipe.write_text(
-        'model: {family: causal-lm, name_or_path: "builtin:tiny-llama"}\n'
-        "data: {path: chats.jsonl}\ntrain: {max_train_steps: 1}\n",
-        encoding="utf-8",
-    )
-    run_dir.recipe.write_text(dump_recipe(load_recipe(recipe).recipe), encoding="utf-8")
-    text = site.get("/try/run", **RUN)
-    assert "lora-rocm chat" in text and "/try/draw" not in text

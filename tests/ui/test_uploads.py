@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from lora_rocm.errors import UserError
+from lora_rocm.ui import text_uploads
 from lora_rocm.ui.image_set import uploads
 from lora_rocm.ui.image_set.uploads import usable_name
 from tests.ui.site import Site, code_of
@@ -84,3 +85,57 @@ def test_files_go_only_into_named_folders(site: Site, folder: Path) -> None:
         "/images/upload", params={"dir": "new ü"}, files={"files": ("a.png", png())}, headers={"X-CSRF": "wrong"}
     )
     assert refused.status_code == 403 and names(folder) == []
+
+
+ROWS = b'{"prompt": "a", "completion": "b"}\n{"prompt": "c", "completion": "d"}\n'
+
+
+def bring(site: Site, *files: tuple[str, bytes]) -> str:
+    return str(site.client.post("/images/texts/upload", files=[("files", each) for each in files]).text)
+
+
+def test_texts_are_saved_and_lead_to_a_recipe(site: Site) -> None:
+    assert "/images/texts/upload" in site.get("/images")
+    text = bring(site, ("chats ü.jsonl", ROWS), ("sub\\more.csv", b"prompt,completion\na,b\n"))
+    assert (site.folder / "chats ü.jsonl").read_bytes() == ROWS and (site.folder / "more.csv").is_file()
+    assert "/recipe/new?texts=chats" in text
+    assert 'value="chats ü.jsonl"' in site.get("/recipe/new", texts="chats ü.jsonl")
+    (site.folder / "my.yaml").write_text(
+        'model: {family: causal-lm, name_or_path: "builtin:tiny-llama"}\n'
+        "data: {sources: [{dataset: chats ü.jsonl}, {dataset: gone.jsonl}]}\ntrain: {max_train_steps: 1}\n",
+        encoding="utf-8",
+    )
+    assert "/images/texts?recipe=my.yaml" in bring(site, ("chats ü.jsonl", ROWS))  # the same file again
+    page = site.get("/recipe/edit", file="my.yaml")
+    assert "gone.jsonl is not there yet" in page and "chats ü.jsonl is not" not in page
+    assert "/images/texts?recipe=my.yaml" in page
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.yaml", b"model: {}"),
+        ("a.html", ROWS),
+        (".hidden.jsonl", ROWS),
+        ("a\u202e.jsonl", ROWS),
+        ("con.jsonl", ROWS),
+        ("a.jsonl", b"\xff\xfe"),
+        ("a.jsonl", b"[1, 2]\n"),
+        ("a.jsonl", b"not json\n"),
+        ("a.jsonl", b""),
+        ("a.csv", b"\xff\xfe"),
+        ("a.jsonl", b"[" * 100_000),
+    ],
+)
+def test_what_is_no_table_of_texts_is_refused(name: str, content: bytes, site: Site) -> None:
+    assert 'class="bad"' in bring(site, (name, content)) and names(site.folder) == []
+
+
+def test_texts_are_bounded_and_replace_nothing(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    bring(site, ("a.jsonl", ROWS))
+    assert 'class="bad"' in bring(site, ("a.jsonl", ROWS + ROWS)) and (site.folder / "a.jsonl").read_bytes() == ROWS
+    (site.folder / "link.jsonl").symlink_to(site.folder.parent / "elsewhere.jsonl")
+    assert 'class="bad"' in bring(site, ("link.jsonl", ROWS)) and not (site.folder.parent / "elsewhere.jsonl").exists()
+    monkeypatch.setattr(text_uploads, "MAX_TABLE_BYTES", 10)
+    assert 'class="bad"' in bring(site, ("b.jsonl", ROWS)) and not (site.folder / "b.jsonl").exists()
+    assert code_of(site.client.post("/images/texts/upload", data={"a": "b"}).text) == "no-upload"

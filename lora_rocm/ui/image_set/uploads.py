@@ -86,10 +86,20 @@ def usable_name(name: str) -> str:
     Raises:
         UserError: upload-refused: the name cannot be used, or does not have the extension of an image or a caption.
     """
-    plain = name.replace("\\", "/").rpartition("/")[2]
-    stem, suffix = os.path.splitext(plain)
-    if suffix.lower() not in {*readable_extensions(), *CAPTION_SUFFIXES}:
+    plain = plain_name(name)
+    if os.path.splitext(plain)[1].lower() not in {*readable_extensions(), *CAPTION_SUFFIXES}:
         raise _refused("upload-refused", "Images and captions do not have this extension.")
+    return plain
+
+
+def plain_name(name: str) -> str:
+    """Return the file name in a name that a browser sent, which may have folders.
+
+    Raises:
+        UserError: upload-refused: the name cannot be used.
+    """
+    plain = name.replace("\\", "/").rpartition("/")[2]
+    stem = os.path.splitext(plain)[0]
     if plain.startswith(".") or legible(plain) != plain or len(plain.encode("utf-8", "replace")) > MAX_NAME_BYTES:
         raise _refused("upload-refused", "Its name cannot be used.")
     if fault := stem_fault(stem):

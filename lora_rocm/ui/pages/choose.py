@@ -13,6 +13,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from lora_rocm.errors import UserError
+from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.page_parts.texts import t
 from lora_rocm.rundir.clicks import PREFERRED, Side, add_click, read_clicks, undo_click
 from lora_rocm.rundir.layout import RunDir
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 LIST, VIEW = "choose.html.j2", "choose_run.html.j2"
 MOST_FILES = 8
 USUAL_STRENGTHS = (0.6, 0.8, 1.0)
+TEXT, OF_TEXT = "text", ("peft", "gguf")
+"""The preview of a language model, and the formats that programs for them read."""
 MAX_TEXT_BYTES = 1 << 16
 Values = dict[str, Any]
 """Values of a block of the template."""
@@ -47,6 +50,11 @@ class ChooseRun:
     name: str
     recipe: Recipe
     grid: Grid | None
+
+    @property
+    def kind(self) -> str:
+        """The kind of its previews, which chooses the words of the page: text or image."""
+        return TEXT if self.recipe.spec.preview == TEXT else "image"
 
     @property
     def key(self) -> str:
@@ -64,7 +72,8 @@ def view(request: Request) -> Response:
     """The page of one run."""
     found = _open(request)
     sample = found.recipe.sample
-    strengths = found.grid.request.strengths if found.grid else USUAL_STRENGTHS
+    usual = (1.0,) if found.kind == TEXT else USUAL_STRENGTHS
+    strengths = found.grid.request.strengths if found.grid else usual
     prompts = list(found.grid.request.prompts) if found.grid else []
     return page(
         request,
@@ -77,11 +86,13 @@ def view(request: Request) -> Response:
         num_files=len(found.run_dir.checkpoint_loras()),
         key=found.key,
         is_busy=bool(running_runs(context_of(request).folders)),
-        **_drawing(request, found),
-        **_test(found),
-        **_ranking(request, found),
-        **_grid(found),
-        **_take(found),
+        **{
+            **_drawing(request, found),
+            **_test(found),
+            **_ranking(request, found),
+            **_grid(found),
+            **_take(context_of(request), found),
+        },
     )
 
 
@@ -164,6 +175,9 @@ def _clicked(request: Request, token: str, preferred: str) -> Response:
         Side(one.variant.updates, one.variant.strength, one.path.relative_to(found.run_dir.path).as_posix())
         for one in (pair.first, pair.second)
     )
+    texts = _text(pair.first.path), _text(pair.second.path)
+    if texts[0] is not None and texts[0] == texts[1]:  # nobody can prefer one of two equal answers
+        chosen = "tie"
     add_click(found.run_dir, pair.first.prompt, first, second, chosen)
     return _voted(request, found)
 
@@ -216,13 +230,19 @@ def _copied(request: Request, step: str, folder: str) -> Response:
         fix = "Select a folder, or write the whole path of one."
         raise UserError("field-missing", "The folder for the copy is missing.", where="folder", fix=fix)
     made = copy_lora(path, target, _copy_name(found.run_dir, path))
-    return fragment(request, VIEW, "take", name=found.name, **_take(found) | {"copied": made, "step": int(step)})
+    return fragment(
+        request,
+        VIEW,
+        "take",
+        name=found.name,
+        **_take(context_of(request), found) | {"copied": made, "step": int(step)},
+    )
 
 
 def take(request: Request) -> Response:
     """The file to use, again: the votes may prefer another one now."""
     found = _open(request)
-    return fragment(request, VIEW, "take", name=found.name, **_take(found))
+    return fragment(request, VIEW, "take", name=found.name, **_take(context_of(request), found))
 
 
 def _open(request: Request) -> ChooseRun:
@@ -248,13 +268,13 @@ def _blind_test(found: ChooseRun) -> BlindTest:
 
 
 def _drawing(request: Request, found: ChooseRun) -> Values:
-    return {"work": context_of(request).background.of(found.key)}
+    return {"kind": found.kind, "work": context_of(request).background.of(found.key)}
 
 
 def _test(found: ChooseRun) -> Values:
     test = _blind_test(found)
     shown = [_text(pair_side.path) for pair_side in (test.pair.first, test.pair.second)] if test.pair else []
-    return {"test": test, "shown_texts": shown, "stays": _stays(test)}
+    return {"kind": found.kind, "test": test, "shown_texts": shown, "stays": _stays(test)}
 
 
 def _stays(test: BlindTest) -> float | None:
@@ -298,15 +318,23 @@ def _text(path: Path) -> str | None:
         return file.read(MAX_TEXT_BYTES).decode("utf-8", "replace")
 
 
-def _take(found: ChooseRun) -> Values:
+def _take(ui: UiContext, found: ChooseRun) -> Values:
     from lora_rocm.commands.lora_folders import chosen_folder, found_lora_folders
 
     folder, best = chosen_folder(), _blind_test(found).best
-    steps = [updates for updates, _ in found.run_dir.checkpoint_loras()]
+    kind, run_dir = found.kind, found.run_dir
+    steps = [updates for updates, _ in run_dir.checkpoint_loras()]
+    step = best.updates if best and best.updates in steps else steps[-1] if steps else None
+    curve = _held_out(ui, run_dir) if kind == TEXT else []
+    exports = [["lora-rocm", "export", str(run_dir.path), "--format", each, "--step", str(step)] for each in OF_TEXT]
     return {
+        "kind": kind,
+        "losses": [(updates, _loss_at(curve, updates)) for updates in steps],
+        "is_measured": bool(curve),
+        "exports": [quoted(words) for words in exports],
         "steps": steps,
         "best": best,
-        "step": best.updates if best and best.updates in steps else steps[-1] if steps else None,
+        "step": step,
         "folder": folder,
         "lora_folders": [] if folder else found_lora_folders(Path.home(), [Path.cwd(), Path.cwd().parent]),
         "copied": None,

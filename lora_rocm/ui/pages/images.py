@@ -38,7 +38,9 @@ UNREADABLE = Path(__file__).parents[1] / "static" / "unreadable.svg"
 
 def start(request: Request) -> Response:
     """The page with the folders. They follow on their own, because finding them reads many folders."""
-    return page(request, LIST)
+    from lora_rocm.dataset.sources.folders import TABLE_SUFFIXES
+
+    return page(request, LIST, suffixes=TABLE_SUFFIXES)
 
 
 def found(request: Request) -> Response:

@@ -38,8 +38,8 @@ def choices(request: Request) -> Response:
     from lora_rocm.commands.new import recipes
     from lora_rocm.recipe.presets import presets
 
-    images = request.query_params.get("images", "")
-    return page(request, NEW, shipped=recipes().recipes, presets=presets(), images=images)
+    given = {name: request.query_params.get(name, "") for name in ("images", "texts")}
+    return page(request, NEW, shipped=recipes().recipes, presets=presets(), **given)
 
 
 async def new(request: Request) -> Response:

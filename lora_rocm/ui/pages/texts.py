@@ -1,16 +1,18 @@
-"""Images, for language models: the first texts of a recipe, with their trained parts marked, and their tokens."""
+"""Images, for language models: tables of texts that the user brings, and the first texts of a recipe as trained."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from lora_rocm.errors import UserError
 from lora_rocm.ui.context import context_of
-from lora_rocm.ui.fields import query_of
+from lora_rocm.ui.fields import fields_of, query_of
 from lora_rocm.ui.pages.image_changes import work_key
 from lora_rocm.ui.rendering import fragment, page
 
@@ -42,6 +44,39 @@ def cancel(request: Request) -> Response:
     return Response(status_code=204)
 
 
+async def upload(request: Request) -> Response:
+    """Save tables of texts in the page's folder, and offer the next step for each."""
+    fields = await fields_of(request)
+    try:
+        files = [each for each in fields.getlist("files") if isinstance(each, UploadFile) and each.filename]
+        if not files:
+            raise UserError("no-upload", "There is no file to save.", where="files", fix="Choose a table of texts.")
+        return await run_in_threadpool(_received, request, files)
+    finally:
+        await fields.close()
+
+
+def _received(request: Request, files: list[UploadFile]) -> Response:
+    from lora_rocm.ui.text_uploads import receive_tables
+
+    working = context_of(request).folders.working
+    found = receive_tables(working, [(each.filename or "", each.file) for each in files])
+    recipes = {name: _recipes_of(request, working / name) for name in found.saved}
+    return fragment(request, "texts_upload.html.j2", "received", received=found, recipes=recipes)
+
+
+def _recipes_of(request: Request, table: Path) -> list[str]:
+    """Return the recipes in the page's folder that train on a table."""
+    from lora_rocm.ui.image_set.reading import recipes_in
+
+    folders, found = context_of(request).folders, list[str]()
+    for path, recipe in recipes_in(folders.working):
+        named = [source.dataset for source in recipe.data.sources]
+        if any(name is not None and (folders.working / name).resolve() == table for name in named):
+            found.append(folders.name_of(path))
+    return found
+
+
 def _recipe(request: Request) -> Path:
     recipe = context_of(request).folders.resolve(query_of(request, "recipe"))
     if not recipe.is_file():
@@ -54,4 +89,5 @@ ROUTES = [
     Route("/images/texts", texts),
     Route("/images/texts/samples", samples),
     Route("/images/texts/cancel", cancel, methods=["POST"]),
+    Route("/images/texts/upload", upload, methods=["POST"]),
 ]

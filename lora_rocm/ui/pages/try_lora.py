@@ -1,4 +1,4 @@
-"""Try: a prompt with a run's LoRA and without it, side by side, and a history."""
+"""Try: a prompt with a run's LoRA and without it, side by side, and a history. Language models chat (``try_chat``)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from lora_rocm.page_parts.texts import t
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.ui.background import Work
 from lora_rocm.ui.context import context_of
-from lora_rocm.ui.fields import fields_of, query_of
+from lora_rocm.ui.fields import fields_of, number_of, query_of
 from lora_rocm.ui.free_gpu import require_room, running_runs
+from lora_rocm.ui.pages import try_chat
 from lora_rocm.ui.part import Part
 from lora_rocm.ui.rendering import fragment, page, url
 from lora_rocm.ui.run_list import newest_runs
@@ -65,6 +66,8 @@ def view(request: Request) -> Response:
     """The page of one run. Values in the address fill the fields."""
     found = _open(request)
     spec, given = found.recipe.spec, request.query_params
+    if spec.trains_on_texts:
+        return try_chat.chat_page(request, found.run_dir)
     prompts = found.recipe.sample.image_prompts
     values = {
         "prompt": given.get("prompt", prompts[0] if prompts else ""),
@@ -86,7 +89,6 @@ def view(request: Request) -> Response:
         files=[step for step, _ in found.run_dir.checkpoint_loras()],
         key=found.key,
         is_busy=bool(running_runs(context_of(request).folders)),
-        chat=quoted(["lora-rocm", "chat", str(found.run_dir.path)]) if spec.preview == "text" else None,
         work=context_of(request).background.of(found.key),
         tries=_shown(found),
     )
@@ -108,11 +110,11 @@ def _drawn(request: Request, given: dict[str, str]) -> Response:
     values = TryValues(
         given["prompt"].strip(),
         given.get("negative", "").strip(),
-        _number(given, "strength"),
-        int(_number(given, "seed")),
-        int(_number(given, "steps")),
+        number_of(given, "strength"),
+        int(number_of(given, "seed")),
+        int(number_of(given, "steps")),
         given.get("sampler", ""),
-        int(_number(given, "file")),
+        int(number_of(given, "file")),
     )
     values.require_sane()
 
@@ -181,23 +183,6 @@ def _has_file(run_dir: RunDir) -> bool:
     return run_dir.lora.is_file() or run_dir.peft_dir.is_dir() or bool(run_dir.checkpoint_loras())
 
 
-def _number(given: dict[str, str], where: str) -> float:
-    """Return the number in a field.
-
-    Raises:
-        UserError: number-wrong: it is not a finite number.
-    """
-    text = given.get(where, "").strip().replace(",", ".")
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not abs(value) < 1e15:
-        what = "This is not a number."
-        raise UserError("number-wrong", what, where=f"{where}: {text:.40}", fix="Write a number such as 1.")
-    return value
-
-
 PART = Part(
     "try",
     "/try",
@@ -208,5 +193,6 @@ PART = Part(
         Route("/try/drawing", drawing),
         Route("/try/cancel", cancel, methods=["POST"]),
         Route("/try/history", history),
+        *try_chat.ROUTES,
     ],
 )

@@ -1,0 +1,81 @@
+"""Tables of texts that a browser sends into the page's folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+from lora_rocm.dataset.sources.folders import TABLE_SUFFIXES
+from lora_rocm.errors import LoraRocmError, UserError
+from lora_rocm.foundation.files import file_exists, holds, write_atomic
+from lora_rocm.foundation.json_text import BadJson, NoJson, parse_json
+from lora_rocm.foundation.terminal_text import legible
+from lora_rocm.foundation.units import size_text
+from lora_rocm.ui.image_set.uploads import MAX_NAME_BYTES, WRITING, Received, plain_name
+from lora_rocm.ui.texts import t
+
+MAX_TABLE_BYTES = 1 << 28
+OF_LINES = (".jsonl", ".ndjson")
+OF_TEXT = (*OF_LINES, ".json", ".csv")
+
+
+def receive_tables(folder: Path, files: Iterable[tuple[str, BinaryIO]]) -> Received:
+    """Save tables of texts in a folder. A file that exists is never replaced.
+
+    Args:
+        folder: the folder.
+        files: name, as the browser sends it, and content of each file.
+    """
+    saved, refused = list[str](), list[tuple[str, str]]()
+    for name, file in files:
+        try:
+            saved.append(_received(folder, name, file))
+        except LoraRocmError as error:
+            refused.append((legible(name)[:MAX_NAME_BYTES], error.what))
+    return Received(tuple(saved), tuple(refused))
+
+
+def _received(folder: Path, name: str, file: BinaryIO) -> str:
+    plain = plain_name(name)
+    suffix = os.path.splitext(plain)[1].lower()
+    if suffix not in TABLE_SUFFIXES:
+        raise _refused(t("texts.refused_suffix"))
+    content = file.read(MAX_TABLE_BYTES + 1)
+    if len(content) > MAX_TABLE_BYTES:
+        raise _refused(t("texts.refused_size", size=size_text(MAX_TABLE_BYTES)))
+    if suffix in OF_TEXT:
+        _require_rows(content, suffix)
+    path = folder / plain
+    with WRITING:  # no other request may create the file after this check
+        if os.path.lexists(path):
+            if path.is_file() and holds(path, content):
+                return plain  # the same file again: its recipe can be made now
+            raise file_exists(path)
+        write_atomic(path, content)
+    return plain
+
+
+def _require_rows(content: bytes, suffix: str) -> None:
+    """Refuse a file that is another kind than its name. Training reads all of it and names wrong rows.
+
+    Raises:
+        UserError: upload-refused.
+    """
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise _refused(t("texts.refused_text")) from None
+    if suffix in OF_LINES:
+        first = next((line for line in text.splitlines() if line.strip()), "")
+        try:
+            is_row = isinstance(parse_json(first), dict)
+        except (BadJson, NoJson):
+            is_row = False
+        if not is_row:
+            raise _refused(t("texts.refused_row"))
+
+
+def _refused(what: str) -> UserError:
+    return UserError("upload-refused", what, fix="Choose another file.")
