@@ -11,12 +11,12 @@ from pathlib import Path
 from lora_rocm.dataset.sources.folders import TABLE_SUFFIXES
 from lora_rocm.errors import Problem, RecipeError, UserError
 from lora_rocm.families.registry import FAMILIES
+from lora_rocm.page_parts.texts import t
 from lora_rocm.recipe.kinds import Kinds, kinds_of
 from lora_rocm.recipe.load import MAX_RECIPE_BYTES, LoadedRecipe, load_text
 from lora_rocm.recipe.recipe_fields import FieldSection, RecipeField, field_sections, simple_fields
 from lora_rocm.recipe.value_edit import remove_value, set_value
 from lora_rocm.recipe.yaml_tree import YamlSyntaxError, YamlTree, parse_yaml, value_at
-from lora_rocm.ui.texts import t
 
 PLACE = re.compile(r":(\d+)(?::\d+)?(?: (\S+))?")
 ENTRY = re.compile(r"\[\d+\].*")

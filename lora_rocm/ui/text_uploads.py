@@ -13,8 +13,8 @@ from lora_rocm.foundation.files import file_exists, holds, write_atomic
 from lora_rocm.foundation.json_text import BadJson, NoJson, parse_json
 from lora_rocm.foundation.terminal_text import legible
 from lora_rocm.foundation.units import size_text
+from lora_rocm.page_parts.texts import t
 from lora_rocm.ui.image_set.uploads import MAX_NAME_BYTES, WRITING, Received, plain_name
-from lora_rocm.ui.texts import t
 
 MAX_TABLE_BYTES = 1 << 28
 OF_LINES = (".jsonl", ".ndjson")

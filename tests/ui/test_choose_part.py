@@ -16,12 +16,12 @@ from PIL import Image
 from lora_rocm.commands import comparison_grid, plan
 from lora_rocm.commands.comparison_grid import draw_missing, new_request, open_grid, save_request
 from lora_rocm.errors import StoppedError
+from lora_rocm.page_parts.texts import t
 from lora_rocm.processes.jobs import CompareJob
 from lora_rocm.recipe.load import dump_recipe, load_recipe
 from lora_rocm.rundir.clicks import read_clicks
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.lock import locked
-from lora_rocm.ui.texts import t
 from tests.supervisor.fake_run import event
 from tests.ui.drawn_grid import PROMPT, STEPS, STRENGTHS, with_files, with_grid
 from tests.ui.site import Site, code_of

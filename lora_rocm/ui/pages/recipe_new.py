@@ -38,8 +38,9 @@ def choices(request: Request) -> Response:
     from lora_rocm.commands.new import recipes
     from lora_rocm.recipe.presets import presets
 
-    given = {name: request.query_params.get(name, "") for name in ("images", "texts")}
-    return page(request, NEW, shipped=recipes().recipes, presets=presets(), **given)
+    query = request.query_params
+    images, texts = query.get("images", ""), query.get("texts", "")
+    return page(request, NEW, shipped=recipes().recipes, presets=presets(), images=images, texts=texts)
 
 
 async def new(request: Request) -> Response:

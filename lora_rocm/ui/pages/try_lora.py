@@ -12,7 +12,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lora_rocm.errors import UserError
-from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.page_parts.texts import t
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.ui.background import Work
