@@ -46,7 +46,8 @@ class ShownDetails:
         phases: the phases of its newest start.
         activity: its present phase, or None.
         is_stopping: whether it was asked to stop and still runs.
-        silent_s: seconds since its last event, if it runs and they are many; otherwise None.
+        silent_s: seconds since its last event, or since it was made if it has none, if it runs and they are many;
+            otherwise None.
         readings: the newest readings of each GPU as text.
         launch_output: the output of a process that was started here and ended before the run recorded why.
         can_resume: whether there is something to continue.
@@ -77,7 +78,7 @@ class ShownDetails:
 def details_of(view: RunView, launched: Launched | None) -> ShownDetails:
     """Return the state of a run. ``launched``: the process that this server started for it, or None."""
     running, latest_s = view.is_running, view.latest_s
-    silent_s = time.time() - latest_s if running and latest_s is not None else None
+    silent_s = time.time() - (latest_s or _made_s(view.run_dir)) if running else None
     beat = read_heartbeat(view.run_dir.heartbeat()) if running else None
     failed = launched is not None and not running and launched.exit_code not in (None, 0) and view.problem is None
     return ShownDetails(
@@ -91,6 +92,14 @@ def details_of(view: RunView, launched: Launched | None) -> ShownDetails:
         launched.end_of_output if failed and launched is not None else "",
         not running and view.state != "finished" and view.run_dir.recipe.is_file(),
     )
+
+
+def _made_s(run_dir: RunDir) -> float:
+    """Return when a run was made, in seconds since the epoch; now if its recipe is gone."""
+    try:
+        return run_dir.recipe.stat().st_mtime
+    except OSError:
+        return time.time()
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Every route of the application, those of future parts included: who may ask, the policy, and paths."""
+"""Every route of the application, also of a future part: who may ask, the policy, and paths."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMED_BY_USER = {("/choose/copy", "own_folder"), ("/choose/copy", "folder")}
 
 
 class Reached:
-    """Stands in for the application behind the guard."""
+    """A fake of the application behind the guard."""
 
     def __init__(self) -> None:
         self.requests = list[str]()
@@ -99,7 +99,7 @@ def test_a_link_changes_nothing(site: Site) -> None:
 
 @pytest.fixture
 def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No child process starts. What it would be given is still seen by the audit hook."""
+    """No child process starts. The audit hook still sees its arguments."""
 
     def refused(self: Any, words: Any, *rest: Any, **more: Any) -> None:
         sys.audit("subprocess.Popen", words, words, more.get("cwd"), None)
