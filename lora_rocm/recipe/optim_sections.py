@@ -80,7 +80,9 @@ class OptimSection(Section):
     embedding_until_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
         0.0, description="This number of updates as a share of the run, in place of embedding_until_step."
     )
-    weight_decay: float = Field(0.01, ge=0, le=100.0, description="Decoupled weight decay: pulls the trained weights towards 0.")
+    weight_decay: float = Field(
+        0.01, ge=0, le=100.0, description="Decoupled weight decay: pulls the trained weights towards 0."
+    )
     lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "rex"] = Field(
         "constant", description="Shape after the warm-up. rex falls slowly at first (arXiv 2107.04197)."
     )
@@ -282,7 +284,9 @@ class ScheduleFreeSection(OptimSection):
     averages: ClassVar[bool] = True
     weight_dtypes: ClassVar[tuple[str, ...]] = ("fp32",)
 
-    optimizer: Literal["adamw_schedule_free"] = Field("adamw_schedule_free", description="Optimizer: how a gradient changes the weights.")
+    optimizer: Literal["adamw_schedule_free"] = Field(
+        "adamw_schedule_free", description="Optimizer: how a gradient changes the weights."
+    )
     betas: tuple[Share, Decay] = Field(
         (0.9, 0.999), description="Share of the average in the trained weights, and decay rate of the second moment."
     )
@@ -301,7 +305,9 @@ class ProdigyScheduleFreeSection(ProdigyKeys):
     averages: ClassVar[bool] = True
     weight_dtypes: ClassVar[tuple[str, ...]] = ("fp32",)
 
-    optimizer: Literal["prodigy_schedule_free"] = Field("prodigy_schedule_free", description="Optimizer: how a gradient changes the weights.")
+    optimizer: Literal["prodigy_schedule_free"] = Field(
+        "prodigy_schedule_free", description="Optimizer: how a gradient changes the weights."
+    )
     betas: tuple[Share, Decay] = Field(
         (0.9, 0.99), description="Share of the average in the trained weights, and decay rate of the second moment."
     )
@@ -314,7 +320,9 @@ class DAdaptAdamSection(EstimatedRateSection):
     rate_advice: ClassVar[str] = "which estimates the learning rate itself and takes 1.0 as its factor."
     published: ClassVar[str] = "dadaptation.dadapt_adam.DAdaptAdam"
 
-    optimizer: Literal["dadapt_adam"] = Field("dadapt_adam", description="Optimizer: how a gradient changes the weights.")
+    optimizer: Literal["dadapt_adam"] = Field(
+        "dadapt_adam", description="Optimizer: how a gradient changes the weights."
+    )
     epsilon: float = Field(1e-8, gt=0, le=1.0, description=EPSILON)
     d0: float = Field(1e-6, gt=0, le=1.0, description="The estimate at the start.")
     growth_rate: float | None = Field(
