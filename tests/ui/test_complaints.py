@@ -246,3 +246,12 @@ def test_the_page_needs_three_packages_and_no_node() -> None:
     names = {re.split(r"[><=\[]", each)[0] for each in project["optional-dependencies"]["ui"]}
     assert names == {"python-multipart", "starlette", "uvicorn"}
     assert not list(ROOT.glob("package*.json")) and not list((ROOT / "lora_rocm" / "ui").rglob("package*.json"))
+
+
+def test_the_server_starts_without_the_schema_of_recipes() -> None:
+    """The first page is due within a second, and the schema takes a quarter of the imports. The second is a control."""
+    code = "import sys, lora_rocm.cli, lora_rocm.ui.server{more}; print('lora_rocm.recipe.schema' in sys.modules)"
+    for more, is_loaded in (("", "False"), (", lora_rocm.recipe.load", "True")):
+        words = [sys.executable, "-c", code.replace("{more}", more)]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, encoding="utf-8", check=True)
+        assert done.stdout.strip() == is_loaded

@@ -129,7 +129,13 @@ class FirefoxTab:
 
     def open(self, address: str) -> None:
         """Open an address, and wait until it is loaded."""
-        self.ask("browsingContext.navigate", context=self.context, url=address, wait="complete")
+        try:
+            self.ask("browsingContext.navigate", context=self.context, url=address, wait="complete")
+        except BidiError as error:
+            if "NS_BINDING_ABORTED" not in str(error):
+                raise
+            time.sleep(1)  # the page before it was just going elsewhere
+            self.ask("browsingContext.navigate", context=self.context, url=address, wait="complete")
 
     def resize(self, width: int, height: int) -> None:
         self.ask("browsingContext.setViewport", context=self.context, viewport={"width": width, "height": height})

@@ -112,7 +112,9 @@ def test_a_part_is_accessible_and_fits(part: str, tab: FirefoxTab, served: PageS
 def test_a_caption_is_written_by_mouse_and_keys(tab: FirefoxTab, served: PageServer, no_faults: None) -> None:
     tab.open(address(served, "/images/view?dir=pictures"))
     tab.click(".image-tile:nth-child(1)")
+    tab.wait(f"{SETTLED} && document.querySelector('form.caption textarea')?.value")
     tab.click("form.caption textarea")
+    tab.wait("document.activeElement.matches('form.caption textarea')")
     held(tab, CONTROL, "a")
     tab.press("a zibu")
     held(tab, CONTROL, "\ue007")  # Enter: saves, and opens the next image
@@ -124,9 +126,7 @@ def test_the_mask_editor_draws(tab: FirefoxTab, served: PageServer, no_faults: N
     tab.open(address(served, "/images/edit?dir=pictures&name=image%201.png"))
     tab.wait("document.querySelector('mask-editor[data-loaded]')?.tagName")
     tab.click("mask-editor canvas")
-    tab.run(
-        "[...document.querySelectorAll('mask-editor button')].find((e) => e.textContent.includes('Save mask')).click()"
-    )
+    press(tab, "Save mask")
     tab.wait(SETTLED)
     for _ in range(100):
         if (folder_of(served) / "pictures" / "image 1-masklabel.png").exists():
