@@ -37,7 +37,7 @@ CHROMIUM = "/usr/bin/chromium"
 RUN = "zibu-run"
 STEPS, STRENGTHS = 300, (0.6, 1.0)
 WIDTHS_PX = {360: 780, 1280: 900, 2560: 1440}
-COLOURS = 128
+COLOURS = 192
 
 RECIPE = f"""\
 # A zibu on plain backgrounds
