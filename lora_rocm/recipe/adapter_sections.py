@@ -45,7 +45,7 @@ class ModuleOverride(Section):
     )
     rank: Rank | None = Field(None, description="Rank of the update.")
     alpha: Alpha | None = Field(None, description="Scale is alpha / rank; unset means lora.alpha, else the rank.")
-    learning_rate: Rate | None = Field(None, description="Peak learning rate.")
+    learning_rate: Rate | None = Field(None, description="Peak learning rate: the size of a change per update.")
 
 
 RESERVED_STEM = re.compile(r"(con|prn|aux|nul|(com|lpt)[0-9])?", re.IGNORECASE)
@@ -114,7 +114,7 @@ class AdapterSection(Section):
 
     formats: ClassVar[tuple[str, ...]] = ("kohya", "sd-scripts", "comfyui", "diffusers", "peft", MERGED, GGUF)
 
-    type: str = Field(description="Kind of adapter.")
+    type: str = Field(description="Kind of adapter: how the change of a weight is stored.")
     rank: int = Field(
         16,
         gt=0,
@@ -259,7 +259,7 @@ class ProductSection(AdapterSection):
 class LoraSection(ProductSection):
     """The adapter."""
 
-    type: Literal["lora"] = Field("lora", description="Kind of adapter.")
+    type: Literal["lora"] = Field("lora", description="Kind of adapter: how the change of a weight is stored.")
     use_rslora: bool = Field(False, description="Rank-stabilised scale: alpha / sqrt(rank).")
     use_dora: bool = Field(False, description="Weight-decomposed LoRA (magnitude trained too).")
     conv_rank: Rank | None = Field(
@@ -342,7 +342,7 @@ class LokrSection(ProductSection):
         f"of up to {2 * MAX_RANK} rows or columns."
     }
 
-    type: Literal["lokr"] = Field("lokr", description="Kind of adapter.")
+    type: Literal["lokr"] = Field("lokr", description="Kind of adapter: how the change of a weight is stored.")
     factor: int = Field(
         -1,
         ge=-1,
@@ -362,7 +362,7 @@ class LohaSection(ProductSection):
 
     formats = ("kohya", "peft", MERGED)
 
-    type: Literal["loha"] = Field("loha", description="Kind of adapter.")
+    type: Literal["loha"] = Field("loha", description="Kind of adapter: how the change of a weight is stored.")
 
     @property
     def title(self) -> str:
@@ -374,7 +374,7 @@ class OftSection(AdapterSection):
 
     formats = ("kohya",)
 
-    type: Literal["oft"] = Field("oft", description="Kind of adapter.")
+    type: Literal["oft"] = Field("oft", description="Kind of adapter: how the change of a weight is stored.")
     constraint: float = Field(
         0.0,
         ge=0.0,
@@ -399,7 +399,7 @@ class Ia3Section(AdapterSection):
 
     formats = ("kohya",)
 
-    type: Literal["ia3"] = Field("ia3", description="Kind of adapter.")
+    type: Literal["ia3"] = Field("ia3", description="Kind of adapter: how the change of a weight is stored.")
 
     @property
     def title(self) -> str:

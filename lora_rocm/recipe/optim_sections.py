@@ -63,8 +63,8 @@ class OptimSection(Section):
     averages: ClassVar[bool] = False
     weight_dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16")
 
-    optimizer: str = Field(description="Optimizer.")
-    learning_rate: float = Field(1e-4, gt=0, description="Peak learning rate.")
+    optimizer: str = Field(description="Optimizer: how a gradient changes the weights.")
+    learning_rate: float = Field(1e-4, gt=0, description="Peak learning rate: the size of a change per update.")
     text_encoder_learning_rate: float | None = Field(
         None, gt=0, description="Peak learning rate of the text encoders; unset means learning_rate."
     )
@@ -80,7 +80,9 @@ class OptimSection(Section):
     embedding_until_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
         0.0, description="This number of updates as a share of the run, in place of embedding_until_step."
     )
-    weight_decay: float = Field(0.01, ge=0, le=100.0, description="Decoupled weight decay.")
+    weight_decay: float = Field(
+        0.01, ge=0, le=100.0, description="Decoupled weight decay: pulls the trained weights towards 0."
+    )
     lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "rex"] = Field(
         "constant", description="Shape after the warm-up. rex falls slowly at first (arXiv 2107.04197)."
     )
@@ -163,7 +165,7 @@ class AdamwSection(OptimSection):
 
     published: ClassVar[str] = "torch.optim.AdamW"
 
-    optimizer: Literal["adamw"] = Field("adamw", description="Optimizer.")
+    optimizer: Literal["adamw"] = Field("adamw", description="Optimizer: how a gradient changes the weights.")
     betas: tuple[Decay, Decay] = Field((0.9, 0.999), description=BETAS)
     epsilon: float = Field(1e-8, gt=0, le=1.0, description=EPSILON)
 
@@ -201,7 +203,7 @@ class ProdigySection(ProdigyKeys):
 
     published: ClassVar[str] = "prodigyopt.prodigy.Prodigy"
 
-    optimizer: Literal["prodigy"] = Field("prodigy", description="Optimizer.")
+    optimizer: Literal["prodigy"] = Field("prodigy", description="Optimizer: how a gradient changes the weights.")
     use_bias_correction: bool = Field(False, description="Adam's bias correction of the moments.")
     safeguard_warmup: bool = Field(
         False, description="Prevent a warm-up of the learning rate (lr_warmup_steps) from raising the estimate."
@@ -214,7 +216,7 @@ class Adamw8bitSection(AdamwSection):
     published: ClassVar[str] = "bitsandbytes.optim.AdamW8bit"
     weight_dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
 
-    optimizer: Literal["adamw_8bit"] = Field("adamw_8bit", description="Optimizer.")  # type: ignore[assignment]
+    optimizer: Literal["adamw_8bit"] = Field("adamw_8bit", description="Optimizer: how a gradient changes the weights.")  # type: ignore[assignment]
 
 
 class LionSection(OptimSection):
@@ -224,7 +226,7 @@ class LionSection(OptimSection):
     rate_advice: ClassVar[str] = "which usually takes a third to a tenth of AdamW's rate, such as 3.0e-5."
     published: ClassVar[str] = "lion_pytorch.lion_pytorch.Lion"
 
-    optimizer: Literal["lion"] = Field("lion", description="Optimizer.")
+    optimizer: Literal["lion"] = Field("lion", description="Optimizer: how a gradient changes the weights.")
     betas: tuple[Decay, Decay] = Field(
         (0.9, 0.99), description="Share of the momentum in the sign, and decay rate of the momentum."
     )
@@ -238,7 +240,7 @@ class AdafactorSection(OptimSection):
     published: ClassVar[str] = "transformers.optimization.Adafactor"
     weight_dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
 
-    optimizer: Literal["adafactor"] = Field("adafactor", description="Optimizer.")
+    optimizer: Literal["adafactor"] = Field("adafactor", description="Optimizer: how a gradient changes the weights.")
     eps: tuple[Small, Small] = Field(
         (1e-30, 1e-3),
         description="Constant added to squared gradients, and lowest size of weights for scale_parameter.",
@@ -263,7 +265,7 @@ class CameSection(OptimSection):
     published: ClassVar[str] = "came_pytorch.CAME"
     weight_dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
 
-    optimizer: Literal["came"] = Field("came", description="Optimizer.")
+    optimizer: Literal["came"] = Field("came", description="Optimizer: how a gradient changes the weights.")
     betas: tuple[Decay, Decay, Decay] = Field(
         (0.9, 0.999, 0.9999), description="Decay rates of the update, the second moment and the instability."
     )
@@ -282,7 +284,9 @@ class ScheduleFreeSection(OptimSection):
     averages: ClassVar[bool] = True
     weight_dtypes: ClassVar[tuple[str, ...]] = ("fp32",)
 
-    optimizer: Literal["adamw_schedule_free"] = Field("adamw_schedule_free", description="Optimizer.")
+    optimizer: Literal["adamw_schedule_free"] = Field(
+        "adamw_schedule_free", description="Optimizer: how a gradient changes the weights."
+    )
     betas: tuple[Share, Decay] = Field(
         (0.9, 0.999), description="Share of the average in the trained weights, and decay rate of the second moment."
     )
@@ -301,7 +305,9 @@ class ProdigyScheduleFreeSection(ProdigyKeys):
     averages: ClassVar[bool] = True
     weight_dtypes: ClassVar[tuple[str, ...]] = ("fp32",)
 
-    optimizer: Literal["prodigy_schedule_free"] = Field("prodigy_schedule_free", description="Optimizer.")
+    optimizer: Literal["prodigy_schedule_free"] = Field(
+        "prodigy_schedule_free", description="Optimizer: how a gradient changes the weights."
+    )
     betas: tuple[Share, Decay] = Field(
         (0.9, 0.99), description="Share of the average in the trained weights, and decay rate of the second moment."
     )
@@ -314,7 +320,9 @@ class DAdaptAdamSection(EstimatedRateSection):
     rate_advice: ClassVar[str] = "which estimates the learning rate itself and takes 1.0 as its factor."
     published: ClassVar[str] = "dadaptation.dadapt_adam.DAdaptAdam"
 
-    optimizer: Literal["dadapt_adam"] = Field("dadapt_adam", description="Optimizer.")
+    optimizer: Literal["dadapt_adam"] = Field(
+        "dadapt_adam", description="Optimizer: how a gradient changes the weights."
+    )
     epsilon: float = Field(1e-8, gt=0, le=1.0, description=EPSILON)
     d0: float = Field(1e-6, gt=0, le=1.0, description="The estimate at the start.")
     growth_rate: float | None = Field(
@@ -333,7 +341,7 @@ class MuonSection(OptimSection):
     rate_advice: ClassVar[str] = "which takes AdamW's rate with adjust_lr_fn: match_rms_adamw, such as 1.0e-4."
     published: ClassVar[str] = "torch.optim.Muon"
 
-    optimizer: Literal["muon"] = Field("muon", description="Optimizer.")
+    optimizer: Literal["muon"] = Field("muon", description="Optimizer: how a gradient changes the weights.")
     momentum: Decay = Field(0.95, description="Decay rate of the momentum of matrices.")
     nesterov: bool = Field(True, description="Nesterov's momentum.")
     ns_steps: int = Field(5, gt=0, le=100, description="Steps of the Newton-Schulz iteration.")
@@ -350,7 +358,7 @@ class AdamwBf16Section(AdamwSection):
     published: ClassVar[str] = "lora_rocm.AdamWBF16"
     weight_dtypes: ClassVar[tuple[str, ...]] = ("bf16",)
 
-    optimizer: Literal["adamw_bf16"] = Field("adamw_bf16", description="Optimizer.")  # type: ignore[assignment]
+    optimizer: Literal["adamw_bf16"] = Field("adamw_bf16", description="Optimizer: how a gradient changes the weights.")  # type: ignore[assignment]
     rounding: Literal["stochastic", "kahan"] = Field(
         "stochastic",
         description="stochastic: round the weights up or down at random. kahan: keep the rounding error (2 more bytes "

@@ -15,7 +15,7 @@ class RuntimeSection(Section):
     A bit-exact resume needs an unchanged thread count.
     """
 
-    device: Literal["auto", "cpu", "gpu"] = on_resume("auto", "Training device.")
+    device: Literal["auto", "cpu", "gpu"] = on_resume("auto", "Training device: the GPU, or the processor.")
     workers: int = on_resume(
         0, "DataLoader workers (spawned, CPU tensors only). 0 is recommended on AMD.", ge=0, le=MAX_WORKERS
     )

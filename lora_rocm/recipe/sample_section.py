@@ -57,7 +57,7 @@ class PreviewPrompt(Section):
     negative_prompt: str | None = Field(None, description="Its negative prompt.")
     width: int | None = Field(None, gt=0, le=MAX_SIDE_PX, description="Width in pixels.")
     height: int | None = Field(None, gt=0, le=MAX_SIDE_PX, description="Height in pixels.")
-    steps: int | None = Field(None, gt=0, le=MAX_SAMPLE_STEPS, description="Denoising steps.")
+    steps: int | None = Field(None, gt=0, le=MAX_SAMPLE_STEPS, description="Denoising steps of each preview.")
     guidance_scale: float | None = Field(None, ge=1.0, le=MAX_GUIDANCE, description="Guidance.")
     seed: int | None = Field(None, ge=0, lt=2**31, description="Seed of its first image.")
     sampler: Sampler | None = Field(None, description="Sampler.")
@@ -157,7 +157,7 @@ class SampleSection(Section):
     guidance_scale: float | None = on_resume(
         None, "Guidance; unset means the family's usual value.", ge=1.0, le=MAX_GUIDANCE
     )
-    steps: int = on_resume(25, "Denoising steps.", gt=0, le=MAX_SAMPLE_STEPS)
+    steps: int = on_resume(25, "Denoising steps of each preview.", gt=0, le=MAX_SAMPLE_STEPS)
     width: int | None = on_resume(None, "Width in pixels; unset means data.resolution.", gt=0, le=MAX_SIDE_PX)
     height: int | None = on_resume(None, "Height in pixels; unset means data.resolution.", gt=0, le=MAX_SIDE_PX)
 

@@ -187,7 +187,9 @@ class TrainSection(Section):
     max_train_steps: int | None = on_resume(None, "Optimizer updates. Give this or epochs.", gt=0, le=MAX_STEPS)
     epochs: int | None = on_resume(None, "Passes over the data. Give this or max_train_steps.", gt=0, le=MAX_EPOCHS)
     batch_size: Batch = Field(1, description="Samples in one forward pass.")
-    gradient_accumulation_steps: Batch = Field(1, description="Micro-batches per update.")
+    gradient_accumulation_steps: Batch = Field(
+        1, description="Micro-batches per update. More of them act like a larger batch."
+    )
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of all random numbers.")
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field(
         "auto",

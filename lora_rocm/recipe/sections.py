@@ -212,7 +212,7 @@ class ModelSection(Section):
     controls_keep_size: ClassVar[bool] = False
     may_inpaint: ClassVar[bool] = False
 
-    family: str = Field(description="Model family.")
+    family: str = Field(description="Model family: the architecture of the base model.")
     name_or_path: PathOrHubId = Field(description="The base model: a folder, a file or a hub id.")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
     quantization: Quantization = Field(

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lora_rocm.commands.queue import QueuedRecipe, listed
 from lora_rocm.errors import LoraRocmError, UserError
 from lora_rocm.foundation.files import is_link, refuse_link
 from lora_rocm.page_parts.texts import t
@@ -22,6 +22,9 @@ from lora_rocm.ui.context import UiContext
 from lora_rocm.ui.edits import MISSING, EditConflict, Edits, SavedEdit, version_of
 from lora_rocm.ui.folders import Folders
 from lora_rocm.ui.run_list import newest_picture
+
+if TYPE_CHECKING:
+    from lora_rocm.commands.queue import QueuedRecipe
 
 INTERRUPTED = ("died", "stopped")
 """States of a run that ``queue run`` continues."""
@@ -142,6 +145,8 @@ def _now(ui: UiContext, queue: QueueDir, item: QueueItem) -> ShownNow:
 
 def shown_queue(ui: UiContext) -> ShownQueue:
     """Return the recipes of the queue in order, and the finished ones, the newest first."""
+    from lora_rocm.commands.queue import listed
+
     queue = QueueDir(ui.folders.queue)
     found = listed(queue.path)
     items = [_item(ui, queue, each) for each in found.recipes]

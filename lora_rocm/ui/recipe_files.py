@@ -8,11 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_rocm.errors import UserError
-from lora_rocm.families.registry import FAMILIES
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.names import name_key
-from lora_rocm.recipe.load import MAX_RECIPE_BYTES
-from lora_rocm.recipe.shipped import described
 from lora_rocm.ui.folders import Folders
 
 SUFFIXES = (".yaml", ".yml")
@@ -75,6 +72,10 @@ def _yaml_files(folders: Folders) -> Iterator[Path]:
 
 def _shown(path: Path, folders: Folders) -> ShownRecipe | None:
     """Return a recipe; None for another file, or one that cannot be read or is elsewhere in truth."""
+    from lora_rocm.families.registry import FAMILIES
+    from lora_rocm.recipe.load import MAX_RECIPE_BYTES
+    from lora_rocm.recipe.shipped import described
+
     try:
         real = folders.resolve(str(path))
         text = read_plain(real, MAX_RECIPE_BYTES).decode("utf-8-sig")

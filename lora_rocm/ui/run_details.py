@@ -38,7 +38,8 @@ class ShownDetails:
         activity: its present phase, or None.
         is_starting: whether a process that was started here has not recorded anything yet, and the run is not running.
         is_stopping: whether it was asked to stop and still runs.
-        silent_s: seconds since its last event, if it runs and they are many; otherwise None.
+        silent_s: seconds since its last event, or since it was made if it has none, if it runs and they are many;
+            otherwise None.
         readings: the newest readings of each GPU as text.
         launch_output: the output of a process that was started here and ended before the run recorded why.
         can_resume: whether there is something to continue.
@@ -71,12 +72,13 @@ class ShownDetails:
 def details_of(view: RunView, launched: Launched | None) -> ShownDetails:
     """Return the state of a run. ``launched``: the process that this server started for it, or None."""
     running, latest_s = view.is_running, view.latest_s
-    silent_s = time.time() - latest_s if running and latest_s is not None else None
     beat = read_heartbeat(view.run_dir.heartbeat()) if running else None
     # A start that has not recorded an event yet: speed, phases and readings are of the session before it
     is_new = launched is not None and (latest_s is None or latest_s < launched.began_s)
     exit_code = launched.exit_code if launched is not None else None
     starting = is_new and not running and exit_code is None
+    since_s = launched.began_s if launched is not None and is_new else latest_s or _made_s(view.run_dir)
+    silent_s = time.time() - since_s if running else None
     progress, activity = progress_of(view), activity_of(view) or (beat.activity if beat else "imports")
     return ShownDetails(
         view,
@@ -85,7 +87,7 @@ def details_of(view: RunView, launched: Launched | None) -> ShownDetails:
         ("imports" if is_new else activity) if running else None,
         starting,
         running and _is_asked_to_stop(view.run_dir, launched),
-        silent_s if silent_s is not None and silent_s > SILENT_S and not is_new else None,
+        silent_s if silent_s is not None and silent_s > SILENT_S else None,
         [long_text(reading) for reading in view.readings if isinstance(reading, TelemetryEvent)] if running else [],
         launched.end_of_output if is_new and not running and exit_code and launched is not None else "",
         not running and not starting and view.state != "finished" and view.run_dir.recipe.is_file(),
@@ -99,6 +101,14 @@ def _is_asked_to_stop(run_dir: RunDir, launched: Launched | None) -> bool:
     except OSError:
         return False
     return launched is None or asked_s >= launched.began_s
+
+
+def _made_s(run_dir: RunDir) -> float:
+    """Return when a run was made, in seconds since the epoch; now if its recipe is gone."""
+    try:
+        return run_dir.recipe.stat().st_mtime
+    except OSError:
+        return time.time()
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ class AnimaSection(TransformerSection):
 
     part_keys: ClassVar[tuple[str, ...]] = (*TransformerSection.part_keys, "t5_tokenizer")
 
-    family: Literal["anima"] = Field("anima", description="Model family.")
+    family: Literal["anima"] = Field("anima", description="Model family: the architecture of the base model.")
     name_or_path: PathOrHubId = Field(
         description="A diffusers folder, a hub id, or a .safetensors file of the transformer or of several components."
     )

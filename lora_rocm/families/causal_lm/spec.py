@@ -18,7 +18,7 @@ class CausalLMSection(ModelSection):
 
     part_keys: ClassVar[tuple[str, ...]] = ("tokenizer",)
 
-    family: Literal["causal-lm"] = Field("causal-lm", description="Model family.")
+    family: Literal["causal-lm"] = Field("causal-lm", description="Model family: the architecture of the base model.")
     name_or_path: PathOrHubId = Field(
         description="A folder with config.json, tokenizer and .safetensors files, as transformers saves them, or a "
         "hub id."

@@ -17,7 +17,7 @@ class FluxSection(TransformerSection):
     part_keys: ClassVar[tuple[str, ...]] = (*TransformerSection.part_keys, "text_encoder_2", "tokenizer_2")
     control_keys = MappingProxyType({"variant": "kontext"})
 
-    family: Literal["flux"] = Field("flux", description="Model family.")
+    family: Literal["flux"] = Field("flux", description="Model family: the architecture of the base model.")
     name_or_path: PathOrHubId = Field(
         description="A diffusers folder, a hub id, or a .safetensors file of the transformer or of several components."
     )

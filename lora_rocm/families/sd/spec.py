@@ -16,14 +16,14 @@ WHERE = "A diffusers folder, a hub id or a single .safetensors checkpoint."
 class Sd15Section(CheckpointSection):
     """The base model. Stable Diffusion 1.x and its fine-tunes."""
 
-    family: Literal["sd15"] = Field("sd15", description="Model family.")
+    family: Literal["sd15"] = Field("sd15", description="Model family: the architecture of the base model.")
     name_or_path: PathOrHubId = Field(description=WHERE)
 
 
 class Sd2Section(CheckpointSection):
     """The base model. Stable Diffusion 2.x and its fine-tunes."""
 
-    family: Literal["sd2"] = Field("sd2", description="Model family.")
+    family: Literal["sd2"] = Field("sd2", description="Model family: the architecture of the base model.")
     name_or_path: PathOrHubId = Field(description=WHERE)
 
 

@@ -13,7 +13,7 @@ from lora_rocm.recipe.sections import ALL_SAMPLERS, DdpmSection, PathOrHubId
 class SdxlSection(CheckpointSection):
     """The base model. SDXL and its fine-tunes."""
 
-    family: Literal["sdxl"] = Field("sdxl", description="Model family.")
+    family: Literal["sdxl"] = Field("sdxl", description="Model family: the architecture of the base model.")
     name_or_path: PathOrHubId = Field(
         description="A diffusers folder, a hub id, a single .safetensors checkpoint, or builtin:tiny-sdxl."
     )

@@ -13,7 +13,7 @@ from lora_rocm.recipe.sections import FlowSection, PathOrHubId
 class ZImageSection(TransformerSection):
     """The base model. Z-Image and its fine-tunes."""
 
-    family: Literal["z-image"] = Field("z-image", description="Model family.")
+    family: Literal["z-image"] = Field("z-image", description="Model family: the architecture of the base model.")
     name_or_path: PathOrHubId = Field(
         description="A diffusers folder, a hub id, a .safetensors file of the transformer or of several components, "
         "or builtin:tiny-z-image."

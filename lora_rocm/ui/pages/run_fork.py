@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -11,14 +12,15 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from lora_rocm.errors import RecipeError, UserError
-from lora_rocm.recipe.load import load_recipe
-from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.ui.context import context_of
 from lora_rocm.ui.fields import fields_of, query_of
 from lora_rocm.ui.rendering import fragment, is_fragment, url
 from lora_rocm.ui.run_family import forks_of, parent_of
 from lora_rocm.ui.thumbnails import MEDIA_TYPE, SIDES_PX, thumbnail
+
+if TYPE_CHECKING:
+    from lora_rocm.recipe.schema import Recipe
 
 TEMPLATE = "run_fork.html.j2"
 
@@ -106,6 +108,8 @@ def _run(request: Request) -> RunDir:
 
 
 def _recipe(run_dir: RunDir) -> Recipe:
+    from lora_rocm.recipe.load import load_recipe
+
     return load_recipe(run_dir.recipe).recipe
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,10 +88,10 @@ def browser() -> Iterator[Any]:
         started.close()
 
 
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageServer]:
-    """The server of this process."""
-    folder, before = tmp_path_factory.mktemp("my models"), Path.cwd()
+@contextmanager
+def serving(folder: Path) -> Iterator[PageServer]:
+    """A server of a folder, which is also the current one."""
+    before = Path.cwd()
     os.chdir(folder)
     with PageServer.listening(folder, Path("runs"), "127.0.0.1", 0) as made:
         thread = threading.Thread(target=made.serve, daemon=True)
@@ -101,8 +102,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageServer]:
     os.chdir(before)
 
 
-@pytest.fixture
-def tab(browser: Any, server: PageServer) -> Iterator[Tab]:
+@contextmanager
+def new_tab(browser: Any, server: PageServer) -> Iterator[Tab]:
     """A new tab, logged in, in an own browser profile."""
     profile = browser.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
     profile.set_default_timeout(TIMEOUT_MS)
@@ -115,3 +116,17 @@ def tab(browser: Any, server: PageServer) -> Iterator[Tab]:
     yield made
     profile.close()
     assert not made.faults
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageServer]:
+    """The server of this process."""
+    with serving(tmp_path_factory.mktemp("my models")) as made:
+        yield made
+
+
+@pytest.fixture
+def tab(browser: Any, server: PageServer) -> Iterator[Tab]:
+    """A new tab of the server of this process."""
+    with new_tab(browser, server) as made:
+        yield made

@@ -1,0 +1,230 @@
+"""Take pictures of each part of the page, at three widths, light and dark, with a real run of the tiny model.
+
+    python -m scripts.page_pictures OUTPUT [--folder FOLDER] [--only NAME] [--docs]
+
+The folder is filled first: images, recipes, a run (some minutes on two cores), pictures by strength, votes, a queue.
+What it has already is kept, so a second call only takes pictures. ``--docs`` renews the pictures of the documentation,
+which are a few of them with few colours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from lora_rocm.commands.comparison_grid import draw_missing, new_request, open_grid, save_request
+from lora_rocm.commands.tries import TryValues, draw_try, tries_of
+from lora_rocm.rundir.clicks import Side, add_click, read_clicks
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.supervisor.queue_dir import QueueDir
+from lora_rocm.ui.server import PageServer
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs" / "images"
+BUILTIN = ROOT / "lora_rocm" / "builtin" / "demo_images"
+CHROMIUM = "/usr/bin/chromium"
+RUN = "zibu-run"
+STEPS, STRENGTHS = 300, (0.6, 1.0)
+WIDTHS_PX = {360: 780, 1280: 900, 2560: 1440}
+COLOURS = 192
+
+RECIPE = f"""\
+# A zibu on plain backgrounds
+model:
+  name_or_path: builtin:tiny-sdxl
+
+data:
+  path: images              # 18 images of a zibu, and 6 of other things
+  trigger_word: zibu
+  resolution: 128
+  bucket_step: 32
+
+lora:
+  rank: 16
+
+optim:
+  learning_rate: 3.0e-3
+
+train:
+  max_train_steps: {STEPS}
+  batch_size: 4
+
+sample:
+  every_n_steps: 100
+  prompts:
+    - a zibu on a green striped background
+    - a zibu in the middle on a blue background
+    - a zibu on the left on a yellow background
+
+output:
+  name: zibu
+  save_every_n_steps: 60
+"""
+
+
+def fill(folder: Path) -> None:
+    """Fill the folder with everything that the page can show."""
+    if not (folder / "images").is_dir():
+        shutil.copytree(BUILTIN, folder / "images")
+    for name in ("zibu", "zibu-rank-8", "zibu-small-rate"):
+        (folder / f"{name}.yaml").write_text(RECIPE, encoding="utf-8")
+    run_dir = RunDir(folder / "runs" / RUN)
+    if not run_dir.result.exists():
+        words = [sys.executable, "-m", "lora_rocm", "train", "zibu.yaml", "--run-dir", str(run_dir.path)]
+        subprocess.run([*words, "--set", "runtime.device=cpu"], cwd=folder, check=True)
+    _, recipe, grid = open_grid(run_dir.path)
+    if grid is None:
+        save_request(run_dir, new_request(run_dir, recipe, list(recipe.sample.image_prompts)[:2], list(STRENGTHS), 4))
+        grid = open_grid(run_dir.path)[2]
+    if grid is not None and grid.missing:
+        draw_missing(run_dir, recipe, grid, print, lambda done, total: None, lambda: None)
+        grid = open_grid(run_dir.path)[2]
+    if grid is not None and not read_clicks(run_dir):
+        vote(run_dir, [cell for cell in grid.cells if cell.updates])
+    if not tries_of(run_dir, 1):
+        draw_try(run_dir, TryValues("a zibu on a red background", "", 0.8, 7, 20, "", 0))
+    queue = QueueDir(folder / "queue")
+    if not queue.items():
+        queue.path.mkdir(exist_ok=True)
+        for name in ("zibu-rank-8", "zibu-small-rate"):
+            queue.add(name, RECIPE)
+
+
+def vote(run_dir: RunDir, cells: list[Any]) -> None:
+    """Vote 30 times: the later file usually wins."""
+    draw = random.Random(0)
+    for _ in range(30):
+        number = draw.choice(cells).number
+        first, second = draw.sample([cell for cell in cells if cell.number == number], 2)
+        later = "first" if first.updates + draw.gauss(0, 60) > second.updates else "second"
+        sides = [
+            Side(each.updates, each.strength, each.path.relative_to(run_dir.path).as_posix())
+            for each in (first, second)
+        ]
+        add_click(run_dir, f"prompt {number}", sides[0], sides[1], later)
+
+
+def no_action(page: Any) -> None:
+    """The page as it opens."""
+
+
+def opened_caption(page: Any) -> None:
+    """An image with its caption."""
+    page.locator(".image-tile").nth(1).click()
+    page.locator("form.caption").first.wait_for()
+
+
+def counted(page: Any) -> None:
+    """The recipe with the memory of each card."""
+    page.locator("#plan .chips").first.wait_for()
+
+
+def all_keys(page: Any) -> None:
+    """All keys of the recipe, with one section open."""
+    page.get_by_role("button", name="All keys").click()
+    page.locator("#section-lora > summary").click()
+
+
+PAGES: dict[str, tuple[str, Callable[[Any], None]]] = {
+    "start": ("/", no_action),
+    "images": ("/images", no_action),
+    "images-folder": ("/images/view?dir=images", opened_caption),
+    "images-mask": ("/images/edit?dir=images&name=zibu_01.png", no_action),
+    "recipes": ("/recipe", no_action),
+    "recipe": ("/recipe/edit?file=zibu.yaml", counted),
+    "recipe-all-keys": ("/recipe/edit?file=zibu.yaml", all_keys),
+    "recipe-new": ("/recipe/new", no_action),
+    "queue": ("/queue", no_action),
+    "runs": ("/runs", no_action),
+    "run": (f"/runs/view?dir=runs/{RUN}", no_action),
+    "choose": ("/choose", no_action),
+    "choose-run": (f"/choose/run?dir=runs/{RUN}", no_action),
+    "try": ("/try", no_action),
+    "try-run": (f"/try/run?dir=runs/{RUN}", no_action),
+    "machine": ("/machine", no_action),
+}
+IN_DOCS = {
+    "ui-start": "start 1280 light",
+    "ui-images": "images-folder 1280 light",
+    "ui-recipe": "recipe 1280 light",
+    "ui-queue": "queue 1280 dark",
+    "ui-run": "run 1280 light",
+    "ui-choose": "choose-run 1280 light",
+    "ui-try": "try-run 1280 dark",
+    "ui-phone": "run 360 dark",
+}
+"""Pictures of the documentation, by page, width and colours."""
+
+
+def take(folder: Path, output: Path, only: str) -> None:
+    """Take all pictures, or those of one page."""
+    from playwright.sync_api import sync_playwright
+
+    with PageServer.listening(folder, Path("runs"), "127.0.0.1", 0) as server, sync_playwright() as playwright:
+        thread = threading.Thread(target=server.serve, daemon=True)
+        thread.start()
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page(reduced_motion="reduce")
+        page.set_default_timeout(120_000)
+        page.goto(server.link)
+        address = server.link.partition("/?")[0]
+        for name, (path, act) in PAGES.items():
+            for width, height in WIDTHS_PX.items() if only in ("", name) else ():
+                page.set_viewport_size({"width": width, "height": height})
+                page.emulate_media(color_scheme="light")
+                page.goto(address + path)
+                act(page)
+                page.wait_for_timeout(1500)  # charts and thumbnails
+                page.locator(".htmx-request").first.wait_for(state="detached")
+                for theme in ("light", "dark"):
+                    page.emulate_media(color_scheme=theme)
+                    page.wait_for_timeout(300)
+                    page.screenshot(path=output / f"{name} {width} {theme}.png", full_page=True)
+                    if f"{name} {width} {theme}" in IN_DOCS.values():
+                        page.screenshot(path=output / f"{name} {width} {theme} window.png")
+        browser.close()
+        server.stop()
+        thread.join(10)
+
+
+def reduce_for_docs(output: Path) -> None:
+    """Write the pictures of the documentation: one window each, with few colours."""
+    for name, source in IN_DOCS.items():
+        with Image.open(output / f"{source} window.png") as image:
+            reduced = image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+            reduced.save(DOCS / f"{name}.png", optimize=True)
+
+
+def main() -> None:
+    """Fill the folder, and take the pictures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "lora-rocm-page" / "loras")
+    parser.add_argument("--only", default="", choices=["", *PAGES], help="page; default: all")
+    parser.add_argument("--docs", action="store_true")
+    given = parser.parse_args()
+    output, folder = given.output.resolve(), given.folder.resolve()
+    for made in (output, folder):
+        made.mkdir(parents=True, exist_ok=True)
+    os.environ["LORA_ROCM_HOME"] = str(folder.parent / "home")
+    os.environ["PYTHONPATH"] = str(ROOT)
+    os.chdir(folder)
+    fill(folder)
+    take(folder, output, given.only)
+    if given.docs:
+        reduce_for_docs(output)
+
+
+if __name__ == "__main__":
+    main()
