@@ -1,15 +1,18 @@
-"""Imports TorchDynamo when something is compiled, and not when a decorator names it. ``lazy_packages`` installs this.
+"""Imports TorchDynamo and sympy when something is compiled, and not before. ``lazy_packages`` installs this.
 
 ``torch.compiler.disable`` and ``allow_in_graph`` import TorchDynamo to mark a function for it, and
 ``torch._disable_dynamo``, which each optimizer has, at its first call. TorchDynamo traces nothing until it was
 imported. So until then the first two note the function, and the third calls it unchanged.
+
+Activation checkpointing reads an option of TorchDynamo, and operations on meta tensors ask whether a number is one of
+sympy's. Neither is imported to learn that nobody uses it.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType
 
@@ -32,7 +35,25 @@ DECORATED = (
     *(f"transformers.integrations.{name}" for name in ("deepgemm", "finegrained_fp8", "sonicmoe")),
 )
 """Modules with decorators of TorchDynamo. They get those of the same name of ``torch.compiler``."""
-MODULES = frozenset({*UNTIL_THEN, *DECORATED, DYNAMO})
+_OPTION = "torch._dynamo.config.error_on_nested_fx_trace"
+REPLACED: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "torch.utils.checkpoint": (
+        (f" = {_OPTION}\n", f" = {_OPTION} if torch.compiler._is_non_strict_tracing() else None\n"),
+        (
+            "@torch._dynamo.disable\n",
+            f"@(torch._dynamo.disable if {DYNAMO!r} in __import__('sys').modules else lambda hook: hook)\n",
+        ),
+    ),
+    "torch._prims_common": (
+        (
+            "    import sympy\n\n    for x in args:\n",
+            "    sympy = __import__('sys').modules.get('sympy') or __import__('types').SimpleNamespace(Basic=())\n\n"
+            "    for x in args:\n",
+        ),
+    ),
+}
+"""Module -> texts and their replacements. The option of the first is used in non-strict tracing only."""
+MODULES = frozenset({*UNTIL_THEN, *DECORATED, *REPLACED, DYNAMO})
 
 
 class DynamoLoader(SourceFileLoader):
@@ -41,7 +62,11 @@ class DynamoLoader(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType | None:
         if fullname == DYNAMO:
             return super().get_code(fullname)
-        tree = ast.parse(self.get_data(self.path), self.path)
+        source = self.get_data(self.path)
+        if fullname in REPLACED:
+            text = replaced(source.decode("utf-8").replace("\r\n", "\n"), REPLACED[fullname])
+            return compile(text, self.path, "exec", dont_inherit=True)
+        tree = ast.parse(source, self.path)
         if fullname in DECORATED:
             name_compiler(tree)
         else:
@@ -59,6 +84,15 @@ class DynamoLoader(SourceFileLoader):
         while noted:
             function, decorator = noted.pop(0)
             getattr(module, decorator)(function)
+
+
+def replaced(text: str, pairs: Sequence[tuple[str, str]]) -> str:
+    """Return a module's text with replacements; unchanged if it does not have each of the texts once."""
+    if any(text.count(old) != 1 for old, _ in pairs):
+        return text
+    for old, new in pairs:
+        text = text.replace(old, new)
+    return text
 
 
 def name_compiler(tree: ast.Module) -> None:

@@ -1,6 +1,6 @@
 """Moves single imports of large packages into the functions that use them. ``lazy_packages`` installs this.
 
-A file of ``torch``, ``transformers`` or ``peft`` may import a package for one function that a run never calls:
+A file of ``torch`` or ``transformers`` may import a package for one function that a run never calls:
 TorchDynamo for a mask of flex attention, sympy for tensors that are split over GPUs. Here such an import is moved to
 the beginning of each function that uses one of its names. The function then gets the same object. A name that is read
 from outside the module is imported at that time.
@@ -12,10 +12,8 @@ version of a package may import more, but it never gets other objects.
 from __future__ import annotations
 
 import ast
-import sys
 from collections.abc import Collection, Iterator, Mapping
-from importlib.machinery import PathFinder, SourceFileLoader
-from pathlib import Path
+from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType
 
 SYMBOLIC = "torch.fx.experimental.symbolic_shapes"
@@ -25,13 +23,8 @@ MOVED: Mapping[str, tuple[str, ...]] = {
     "torch.distributed.tensor._decompositions": (SYMBOLIC,),
     "torch.distributed.tensor._ops._matrix_ops": (SYMBOLIC,),
     "torch.distributed.tensor._ops._tensor_ops": (SYMBOLIC,),
-    "peft.utils.constants": ("transformers",),
-    "peft.utils.other": ("transformers",),
-    "peft.utils.quantization_utils": ("transformers",),
 }
 """Modules, and the modules from which they import names that a run does not use."""
-ASKED = {("BloomPreTrainedModel", "_convert_to_standard_cache"): ("modeling_utils.py", "models/bloom/modeling_bloom.py")}
-"""Questions whether a class of transformers has a method, with the files of the class and its base class."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -40,7 +33,6 @@ class MovingLoader(SourceFileLoader):
 
     def get_code(self, fullname: str) -> CodeType:
         tree = ast.parse(self.get_data(self.path), self.path)
-        answered(tree, _folder_of("transformers"))
         self._moved = move_imports(tree, MOVED[fullname])
         return compile(ast.fix_missing_locations(tree), self.path, "exec", dont_inherit=True)
 
@@ -70,7 +62,7 @@ def move_imports(tree: ast.Module, sources: Collection[str]) -> dict[str, str]:
     if any(isinstance(node, Function) and node.name == "__getattr__" for node in tree.body):
         return moved
     functions = list(_outermost_functions(tree))
-    for block, node in _imports(tree):
+    for node in [line for line in tree.body if isinstance(line, ast.ImportFrom)]:
         names = {alias.asname or alias.name for alias in node.names}
         if node.level or node.module not in sources or names & _names_outside(tree, functions):
             continue
@@ -82,48 +74,9 @@ def move_imports(tree: ast.Module, sources: Collection[str]) -> dict[str, str]:
             has_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
             copy = ast.copy_location(ast.ImportFrom(node.module, node.names, 0), first)
             function.body.insert(1 if has_text and len(function.body) > 1 else 0, copy)
-        block[block.index(node)] = ast.copy_location(ast.Pass(), node)
+        tree.body[tree.body.index(node)] = ast.copy_location(ast.Pass(), node)
         moved |= dict.fromkeys(names, ast.unparse(node))
     return moved
-
-
-def answered(tree: ast.Module, package: Path | None) -> None:
-    """Answer ``hasattr(CLASS, METHOD)`` with False if no file of the class contains the method's name.
-
-    Args:
-        tree: the module, which is changed.
-        package: the folder of transformers, or None if it was not found.
-    """
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.If) or package is None:
-            continue
-        match node.test:
-            case ast.Call(ast.Name("hasattr"), [ast.Name(owner), ast.Constant(str(method))]) if (
-                owner,
-                method,
-            ) in ASKED and _none_contains([package / name for name in ASKED[owner, method]], method):
-                node.test = ast.copy_location(ast.Constant(False), node.test)
-
-
-def _none_contains(files: Collection[Path], word: str) -> bool:
-    try:
-        return all(word.encode() not in file.read_bytes() for file in files)
-    except OSError:
-        return False
-
-
-def _folder_of(package: str) -> Path | None:
-    """Return the folder of an installed package, without importing it."""
-    loaded = sys.modules.get(package)
-    spec = loaded.__spec__ if loaded is not None else PathFinder.find_spec(package)
-    return None if spec is None or spec.origin is None else Path(spec.origin).parent
-
-
-def _imports(tree: ast.Module) -> Iterator[tuple[list[ast.stmt], ast.ImportFrom]]:
-    """Yield the imports of names at the top level of a module, each with its list of statements."""
-    for node in list(tree.body):
-        if isinstance(node, ast.ImportFrom):
-            yield tree.body, node
 
 
 def _outermost_functions(node: ast.AST) -> Iterator[Function]:
