@@ -65,7 +65,8 @@ def compiled(x):
 
 after = compiled(torch.ones(2)).tolist()
 import torch._dynamo
-told = {"before": before, "imported": was_imported, "after": after, "seen": seen, "grad": whole.grad.tolist(), "graphs": graphs,
+told = {"before": before, "imported": was_imported, "after": after, "seen": seen, "grad": whole.grad.tolist(),
+        "graphs": graphs,
         "constant": constant._dynamo_marked_constant, "doc": [allowed.__name__, disabled.__name__]}
 print(json.dumps(told, default=repr))
 """
