@@ -11,8 +11,9 @@ sympy's. Neither is imported to learn that nobody uses it.
 from __future__ import annotations
 
 import ast
+import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType
 
@@ -35,6 +36,7 @@ DECORATED = (
     *(f"transformers.integrations.{name}" for name in ("deepgemm", "finegrained_fp8", "sonicmoe")),
 )
 """Modules with decorators of TorchDynamo. They get those of the same name of ``torch.compiler``."""
+_BREAK, _COMPILES = "torch._dynamo.graph_break()", "torch.compiler.is_dynamo_compiling()"
 _OPTION = "torch._dynamo.config.error_on_nested_fx_trace"
 REPLACED: Mapping[str, tuple[tuple[str, str], ...]] = {
     "torch.utils.checkpoint": (
@@ -43,6 +45,11 @@ REPLACED: Mapping[str, tuple[tuple[str, str], ...]] = {
             "@torch._dynamo.disable\n",
             f"@(torch._dynamo.disable if {DYNAMO!r} in __import__('sys').modules else lambda hook: hook)\n",
         ),
+    ),
+    "torch.optim.optimizer": (
+        ("        import torch._dynamo\n\n        self = cast(", "        pass\n\n        self = cast("),
+        (f"            {_BREAK}\n            ret = ", f"            if {_COMPILES}: {_BREAK}\n            ret = "),
+        (f"finally:\n            {_BREAK}\n", f"finally:\n            if {_COMPILES}: {_BREAK}\n"),
     ),
     "torch._prims_common": (
         (
@@ -53,14 +60,16 @@ REPLACED: Mapping[str, tuple[tuple[str, str], ...]] = {
     ),
 }
 """Module -> texts and their replacements. The option of the first is used in non-strict tracing only."""
-MODULES = frozenset({*UNTIL_THEN, *DECORATED, *REPLACED, DYNAMO})
+CHECKING = "torch"
+"""The module of ``_check_with``, which imports sympy to check a condition."""
+MODULES = frozenset({*UNTIL_THEN, *DECORATED, *REPLACED, DYNAMO, CHECKING})
 
 
 class DynamoLoader(SourceFileLoader):
     """Loads a module that marks functions for TorchDynamo; or TorchDynamo, which is then told what was noted."""
 
     def get_code(self, fullname: str) -> CodeType | None:
-        if fullname == DYNAMO:
+        if fullname in (DYNAMO, CHECKING):
             return super().get_code(fullname)
         source = self.get_data(self.path)
         if fullname in REPLACED:
@@ -74,16 +83,27 @@ class DynamoLoader(SourceFileLoader):
         return compile(ast.fix_missing_locations(tree), self.path, "exec", dont_inherit=True)
 
     def exec_module(self, module: ModuleType) -> None:
-        if module.__name__ != DYNAMO:
-            if module.__name__ in UNTIL_THEN:
-                setattr(module, NOTED, [])
-            super().exec_module(module)
-            return
+        if module.__name__ in UNTIL_THEN:
+            setattr(module, NOTED, [])
         super().exec_module(module)
-        noted = getattr(sys.modules.get("torch.compiler"), NOTED, [])
-        while noted:
-            function, decorator = noted.pop(0)
-            getattr(module, decorator)(function)
+        if module.__name__ == CHECKING and (check := getattr(module, "_check_with", None)) is not None:
+            setattr(module, "_check_with", passing(check))  # noqa: B010 - of a module, which mypy knows no attributes of
+        if module.__name__ == DYNAMO:
+            noted = getattr(sys.modules.get("torch.compiler"), NOTED, [])
+            while noted:
+                function, decorator = noted.pop(0)
+                getattr(module, decorator)(function)
+
+
+def passing(check: Callable[..., None]) -> Callable[..., None]:
+    """Return a check that lets a true condition pass at once. All others are symbols, or fail with a message."""
+
+    @functools.wraps(check)
+    def checked(error_type: type[Exception], cond: object, message: Callable[[], str]) -> None:
+        if cond is not True:
+            check(error_type, cond, message)
+
+    return checked
 
 
 def replaced(text: str, pairs: Sequence[tuple[str, str]]) -> str:
