@@ -36,8 +36,10 @@ class LargeOnMeta(TorchFunctionMode):
         self, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__module__", "") == nn.init.__name__ and args and getattr(args[0], "is_meta", False):
-            return args[0]  # it has no values to fill in, and PyTorch would import sympy for it
+        if getattr(func, "__module__", "") == nn.init.__name__:
+            tensor = kwargs.get("tensor", args[0] if args else None)
+            if getattr(tensor, "is_meta", False):
+                return tensor  # it has no values to fill in, and PyTorch would import sympy for it
         if func in FACTORIES and kwargs.get("device") is None and kwargs.get("out") is None:
             hollow = func(*args, **{**kwargs, "device": "meta"})
             if hollow.numel() > LARGE:

@@ -142,7 +142,7 @@ def delay(tree: ast.Module, statements: Mapping[str, str]) -> None:
                 for place, line in enumerate(block.body):
                     if isinstance(line, ast.Import) and [alias.name for alias in line.names] == [DYNAMO]:
                         added = ast.parse(text).body[0]
-                        for node in ast.walk(added):
-                            ast.copy_location(node, line)
+                        for part in ast.walk(added):
+                            ast.copy_location(part, line)
                         block.body.insert(place, added)
                         break
