@@ -263,8 +263,8 @@ def compilers_for(
 ) -> Iterator[KernelCompilers | None]:
     """Start the processes if this start may have kernels to compile, and end them afterwards; yield None if not.
 
-    On a machine that has not run this kind yet, the processes start without cases. They learn them from the step, or
-    from ``choose``. ``step``: see ``KernelCompilers``.
+    There are at most as many as cases. On a machine that has not run this kind yet, the processes start without cases.
+    They learn them from the step, or from ``choose``. ``step``: see ``KernelCompilers``.
     """
     names = memory.recall()
     cases = [] if names is None else unproven_cases(names, dtype)
@@ -272,7 +272,7 @@ def compilers_for(
     if count == 0 or (names is not None and not cases):
         yield None
         return
-    count = min(count, len(cases)) if cases and step is None else count
+    count = min(count, len(cases)) if cases else count
     compilers = KernelCompilers(dtype, count, step=step)
     try:
         compilers.add(cases)
