@@ -1,10 +1,11 @@
 """The imports of a start of the worker, and their processor time.
 
-usage: python benchmarks/start_imports.py ROOT [--checkout FOLDER] [--rounds 3] [--family sdxl|flux|z-image|causal-lm]...
+usage: python benchmarks/start_imports.py ROOT [--checkout FOLDER] [--rounds 3]
+                                          [--family sdxl|flux|z-image|causal-lm]...
 
-Trains one step of a tiny model of each family on the CPU: SDXL, Z-Image and a Llama are the models of the demos, FLUX.1 is a
-random one, which is written under ROOT. The worker is the real one, and starts as ``lora-rocm train`` starts it. The
-first run fills the caches of samples; the following ones are measured.
+Trains one step of a tiny model of each family on the CPU: SDXL, Z-Image and a Llama are the models of the demos, FLUX.1
+is a random one, which is written under ROOT. The worker is the real one, and starts as ``lora-rocm train`` starts it.
+The first run fills the caches of samples; the following ones are measured.
 
 Columns: seconds of processor time (user and system) and number of modules when the worker has imported what it needs
 to start (its event ``imports``), the same after the first step, and the largest packages by number of modules. Each
