@@ -110,7 +110,7 @@ def printed(
     """Turn a handler into a command with the options ``--json``, ``--quiet`` and ``--verbose``.
 
     The handler gets an ``Output`` as its first argument and returns the exit code. Its errors are shown as messages,
-    never as tracebacks. A parameter whose type is a dataclass becomes the options that its fields declare, and the
+    never as tracebacks. A parameter with a dataclass as its type becomes the options that the fields declare, and the
     handler gets the dataclass (``start_options``).
 
     Args:

@@ -22,10 +22,14 @@ NOTE = f"if callable(fn):\n    {NOTED}.append((fn, {{!r}}))\n    return fn"
 UNTIL_THEN: Mapping[str, Mapping[str, str]] = {
     "torch._compile": {"inner": "return fn(*args, **kwargs)"},
     "torch.compiler": {
-        "disable": "if fn is None and reason is None:\n"
-        "    return __import__('functools').partial(disable, recursive=recursive)\n"
-        "if type(fn).__name__ == 'function' and reason is None:\n"
-        "    return __import__('torch')._disable_dynamo(fn, recursive)",
+        "disable": "\n".join(
+            (
+                "if fn is None and reason is None:",
+                "    return __import__('functools').partial(disable, recursive=recursive)",
+                "if type(fn).__name__ == 'function' and reason is None:",
+                "    return __import__('torch')._disable_dynamo(fn, recursive)",
+            )
+        ),
         "allow_in_graph": NOTE.format("allow_in_graph"),
         "assume_constant_result": NOTE.format("assume_constant_result"),
     },
@@ -35,7 +39,7 @@ DECORATED = (
     "diffusers.utils.torch_utils",
     *(f"transformers.integrations.{name}" for name in ("deepgemm", "finegrained_fp8", "sonicmoe")),
 )
-"""Modules with decorators of TorchDynamo. They get those of the same name of ``torch.compiler``."""
+"""Modules with decorators of TorchDynamo. They get the decorators with the same names in ``torch.compiler``."""
 _BREAK, _COMPILES = "torch._dynamo.graph_break()", "torch.compiler.is_dynamo_compiling()"
 _OPTION = "torch._dynamo.config.error_on_nested_fx_trace"
 REPLACED: Mapping[str, tuple[tuple[str, str], ...]] = {
@@ -66,7 +70,7 @@ MODULES = frozenset({*UNTIL_THEN, *DECORATED, *REPLACED, DYNAMO, CHECKING})
 
 
 class DynamoLoader(SourceFileLoader):
-    """Loads a module that marks functions for TorchDynamo; or TorchDynamo, which is then told what was noted."""
+    """Loads a module that marks functions for TorchDynamo; or TorchDynamo, which then marks the noted functions."""
 
     def get_code(self, fullname: str) -> CodeType | None:
         if fullname in (DYNAMO, CHECKING):
@@ -116,7 +120,7 @@ def replaced(text: str, pairs: Sequence[tuple[str, str]]) -> str:
 
 
 def name_compiler(tree: ast.Module) -> None:
-    """Replace decorators of TorchDynamo by those of ``torch.compiler``, which call them."""
+    """Replace decorators of TorchDynamo by the same decorators of ``torch.compiler``, which call them."""
     late = UNTIL_THEN["torch.compiler"].keys() - {"disable"}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == DYNAMO and {name.name for name in node.names} <= late:

@@ -29,7 +29,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class MovingLoader(SourceFileLoader):
-    """Runs a module whose imports are moved."""
+    """Runs a module with moved imports."""
 
     def get_code(self, fullname: str) -> CodeType:
         tree = ast.parse(self.get_data(self.path), self.path)
@@ -113,7 +113,7 @@ def _names_outside(tree: ast.Module, functions: Collection[Function]) -> set[str
 
 
 def _assigned_in(function: Function) -> set[str]:
-    """Return the names that a function binds: its arguments, and what it assigns, imports or declares as global."""
+    """Return the names that a function binds: its arguments, assigned and imported names, and global names."""
     found = set[str]()
     for node in ast.walk(function):
         match node:
