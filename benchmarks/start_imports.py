@@ -1,10 +1,11 @@
 """The imports of a start of the worker, and their processor time.
 
-usage: python benchmarks/start_imports.py ROOT [--checkout FOLDER] [--rounds 3] [--family sdxl|flux|causal-lm]...
+usage: python benchmarks/start_imports.py ROOT [--checkout FOLDER] [--rounds 3]
+                                          [--family sdxl|flux|z-image|causal-lm]...
 
-Trains one step of a tiny model of each family on the CPU: SDXL and a Llama are the models of the demos, FLUX.1 is a
-random one, which is written under ROOT. The worker is the real one, and starts as ``lora-rocm train`` starts it. The
-first run fills the caches of samples; the following ones are measured.
+Trains one step of a tiny model of each family on the CPU: SDXL, Z-Image and a Llama are the models of the demos, FLUX.1
+is a random one, which is written under ROOT. The worker is the real one, and starts as ``lora-rocm train`` starts it.
+The first run fills the caches of samples; the following ones are measured.
 
 Columns: seconds of processor time (user and system) and number of modules when the worker has imported what it needs
 to start (its event ``imports``), the same after the first step, and the largest packages by number of modules. Each
@@ -30,7 +31,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULE = "benchmarks.start_imports"
-FAMILIES = ("sdxl", "flux", "causal-lm")
+FAMILIES = ("sdxl", "flux", "z-image", "causal-lm")
 IMPORTS_MORE = True
 LARGEST = 6
 
@@ -92,8 +93,8 @@ def _recipe(root: Path, family: str) -> dict[str, Any]:
         data: dict[str, Any] = {"sources": [{"dataset": "builtin:demo-chats"}]}
         return recipe | {"model": {"family": family, "name_or_path": "builtin:tiny-llama"}, "data": data}
     recipe["data"] = {"path": "builtin:demo", "resolution": 128, "bucket_step": 32}
-    if family == "sdxl":
-        return recipe | {"model": {"name_or_path": "builtin:tiny-sdxl"}}
+    if family in ("sdxl", "z-image"):
+        return recipe | {"model": {"family": family, "name_or_path": f"builtin:tiny-{family}"}}
     base = root / "flux"
     if not (base / "model_index.json").is_file():
         subprocess.run([sys.executable, "-c", _WRITE_FLUX, str(base)], cwd=ROOT, check=True)

@@ -17,7 +17,6 @@ from lora_rocm.commands.cli_help import FILES, MACHINE, RUNS, TRAIN
 from lora_rocm.commands.cli_machine import add_machine_commands
 from lora_rocm.commands.cli_options import (
     DEFAULT_RUNS,
-    AcceptChanges,
     CacheOfRecipe,
     ChatSide,
     ConfigPath,
@@ -25,10 +24,8 @@ from lora_rocm.commands.cli_options import (
     ForeignFiles,
     ForeignOptions,
     Format,
-    Gpus,
     LoraPath,
     NewRecipe,
-    NoSupervisor,
     NumberFormat,
     Overrides,
     PublishedPath,
@@ -43,6 +40,7 @@ from lora_rocm.commands.cli_options import (
 from lora_rocm.commands.cli_queue import queue_app
 from lora_rocm.commands.cli_runs import add_run_commands
 from lora_rocm.commands.output import Output
+from lora_rocm.commands.start_options import ContinueOptions
 from lora_rocm.ui.cli_ui import ui
 
 app = typer.Typer(
@@ -81,30 +79,18 @@ def top(
 def train(
     output: Output,
     recipe: RecipePath,
-    overrides: Overrides = None,
+    *,
     run_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: runs/<recipe>-<time>.")] = None,
     runs_dir: RunsOfRecipe = None,
-    cache_dir: CacheOfRecipe = None,
     resume: Annotated[
         str | None, typer.Option(metavar="latest|DIR", help="Continue a run: the newest, a run or a checkpoint.")
     ] = None,
-    accept_changes: AcceptChanges = False,
-    gpus: Gpus = None,
-    no_supervisor: NoSupervisor = False,
+    options: ContinueOptions,
 ) -> int:
     """Train a LoRA from a recipe."""
     from lora_rocm.commands import train
-    from lora_rocm.commands.run_request import RunRequest
 
-    request = RunRequest(
-        recipe,
-        with_folders(overrides, runs=runs_dir, cache=cache_dir),
-        run_dir=run_dir,
-        resume=resume,
-        accept_changes=accept_changes,
-        supervised=not no_supervisor,
-        gpus=gpus,
-    )
+    request = options.new_or_resumed(recipe, run_dir=run_dir, resume=resume, runs_dir=runs_dir)
     return train.train(request, output)
 
 
@@ -184,25 +170,14 @@ def resume(
         ),
     ] = None,
     runs_dir: RunsDir = DEFAULT_RUNS,
-    overrides: Overrides = None,
-    cache_dir: CacheOfRecipe = None,
-    accept_changes: AcceptChanges = False,
-    gpus: Gpus = None,
-    no_supervisor: NoSupervisor = False,
+    *,
+    options: ContinueOptions,
 ) -> int:
     """Continue a run with its own recipe."""
     from lora_rocm.commands import train
     from lora_rocm.commands.newest import run_or_newest
-    from lora_rocm.commands.run_request import RunRequest
 
-    request = RunRequest.continuing(
-        run_or_newest(run, runs_dir, output),
-        with_folders(overrides, cache=cache_dir),
-        accept_changes=accept_changes,
-        supervised=not no_supervisor,
-        gpus=gpus,
-    )
-    return train.train(request, output)
+    return train.train(options.continuing(run_or_newest(run, runs_dir, output)), output)
 
 
 @app.command(cls=Command, rich_help_panel=TRAIN, epilog="check my.yaml")

@@ -91,7 +91,7 @@ OWN_JSON = {
     for place in (
         "foundation.json_text:parse_json",
         # a job or an answer of another process of the same start, or a record made in this one
-        *("processes.job_file:read_job_text", "processes.tool:_last_object", "checks.kernel_compiler:from_text"),
+        *("processes.job_file:read_job_text", "processes.tool:_last_object"),
         *("train.worker:main", "telemetry.cards:from_text", "hardware.settings:settings_from"),
         "dataset.sample_table:_read",
         *(

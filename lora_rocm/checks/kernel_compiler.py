@@ -3,8 +3,8 @@
 It runs the cases of the comparison with tensors in main memory. Each kernel is compiled with the arguments of its
 launch, and is not launched. So Triton stores it under the key that the launch looks up later, in another process.
 
-Command: ``... MODULE DTYPE TARGET``. Each line of standard input is the name of a case, or a step (``StepJob``), and is
-answered by a line on standard output. The process ends when its standard input closes, even while it compiles.
+Its job, requests and answers are in ``processes.jobs``. The process ends when its standard input closes, even while it
+compiles.
 
 Cases have small sizes. The kernels of a step are compiled for its own sizes, so the step launches others of the same
 names. ``train.step_compiler`` is the process that knows both.
@@ -12,7 +12,6 @@ names. ``train.step_compiler`` is the process that knows both.
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import sys
@@ -20,7 +19,6 @@ import threading
 import traceback
 import zlib
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass
 from importlib import import_module
 from types import FunctionType
 from typing import TYPE_CHECKING, Protocol
@@ -30,75 +28,52 @@ import torch
 from lora_rocm.checks.kernel_check import CANNOT, Case, ExactCase, cases_for, launched
 from lora_rocm.errors import LoraRocmError
 from lora_rocm.kernels.backend import nothing_plain
+from lora_rocm.processes.jobs import (
+    CaseCompiled,
+    CaseRequest,
+    CompileAnswer,
+    CompileCasesJob,
+    CompileStepJob,
+    CompileTarget,
+    StepCompiled,
+    StepRequest,
+    compile_request,
+    job_of,
+    name_of,
+    request_line,
+)
+from lora_rocm.rundir.event_types import ErrorEvent
+from lora_rocm.rundir.events import emit
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
 
-FINISHED, KERNELS, STEP = "finished ", "kernels ", "step "
-"""Starts of lines: an answer, followed by the case or step; the names of a step's kernels, as JSON; and a step."""
 DRIVERS = {
     "cuda": ("triton.backends.nvidia.driver", "CudaLauncher"),
     "hip": ("triton.backends.amd.driver", "HIPLauncher"),
 }
 
 
-@dataclass(frozen=True)
-class Target:
-    """A GPU to compile for, as Triton describes it. arch: compute capability (90), or the name of an AMD GPU."""
+def target_here() -> CompileTarget:
+    """Return the target of this process's GPU."""
+    from triton.runtime.driver import driver
 
-    backend: str
-    arch: int | str
-    warp_size: int
-
-    @classmethod
-    def of_this_process(cls) -> Target:
-        """Return the target of this process's GPU."""
-        from triton.runtime.driver import driver
-
-        found = driver.active.get_current_target()
-        return cls(found.backend, found.arch, found.warp_size)
-
-    def to_text(self) -> str:
-        return json.dumps([self.backend, self.arch, self.warp_size])
-
-    @classmethod
-    def from_text(cls, text: str) -> Target:
-        return cls(*json.loads(text))
+    found = driver.active.get_current_target()
+    return CompileTarget(found.backend, str(found.arch), found.warp_size)
 
 
-@dataclass(frozen=True)
-class StepJob:
-    """The kernels of a step, of which a process compiles one share.
-
-    Attributes:
-        recipe: path of the recipe.
-        share: number of this process, from 0.
-        shares: number of processes.
-    """
-
-    recipe: str
-    share: int = 0
-    shares: int = 1
-
-    def to_text(self) -> str:
-        return STEP + json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> StepJob:
-        return cls(**json.loads(text.removeprefix(STEP)))
-
-
-CompileStep = Callable[[StepJob, torch.dtype], Collection[str]]
+CompileStep = Callable[[StepRequest, torch.dtype], Collection[str]]
 """Launches all kernels of a step, and returns their names (``backend.launches``)."""
 
 
 class NoDevice:
     """Replaces Triton's driver. It names the GPU to compile for, and opens none."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: CompileTarget) -> None:
         from triton.backends.compiler import GPUTarget
 
-        self._target = GPUTarget(target.backend, target.arch, target.warp_size)
+        arch = int(target.arch) if target.arch.isdecimal() else target.arch
+        self._target = GPUTarget(target.backend, arch, target.warp_size)
 
     def get_current_target(self) -> object:
         return self._target
@@ -144,7 +119,7 @@ def _kind(value: object) -> object:
             return type(value).__name__
 
 
-def compile_only(target: Target) -> _Share:
+def compile_only(target: CompileTarget) -> _Share:
     """Let this process compile the kernels of its share for ``target``, and launch none from now on."""
     from triton import JITFunction
     from triton.runtime.driver import driver
@@ -160,7 +135,7 @@ def compile_only(target: Target) -> _Share:
     return share
 
 
-def _build_launcher(kernel: CompiledKernel, target: Target) -> None:
+def _build_launcher(kernel: CompiledKernel, target: CompileTarget) -> None:
     """Compile the C function that launches a kernel into the cache. Newer versions of Triton have one for all."""
     name, launcher = DRIVERS[target.backend]
     module = import_module(name)
@@ -184,33 +159,39 @@ def compile_case(case: Case | ExactCase, dtype: torch.dtype) -> None:
 
 def main(compile_step: CompileStep | None = None) -> int:
     """Compile the cases and the step that standard input names, until it closes."""
-    dtype, target = getattr(torch, sys.argv[1]), Target.from_text(sys.argv[2])
+    try:
+        job = job_of(CompileCasesJob if compile_step is None else CompileStepJob)
+    except LoraRocmError as error:
+        emit(ErrorEvent(**error.to_event()))
+        return error.exit_code
+    dtype, child = getattr(torch, job.dtype), name_of(job)
     torch.set_num_threads(1)
-    share = compile_only(target)
+    share = compile_only(job.target)
     cases = {str(case): case for case in cases_for(None, dtype)}
-    names: queue.SimpleQueue[str] = queue.SimpleQueue()
+    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def read() -> None:
-        for line in sys.stdin:
-            names.put(line.rstrip("\n"))
+        for line in sys.stdin.buffer:
+            lines.put(line)
         os._exit(0)  # the parent has ended, or does not need the rest
 
-    threading.Thread(target=read, daemon=True, name="names").start()
+    threading.Thread(target=read, daemon=True, name="requests").start()
     while True:
-        name = names.get()
-        if name.startswith(STEP):
-            assert compile_step is not None, "this process knows no steps"
-            job = StepJob.from_text(name)
-            share.number, share.count = job.share, job.shares
-            sys.stdout.write(f"{KERNELS}{json.dumps(_compiled_step(compile_step, job, dtype))}\n")
-            share.number, share.count = 0, 1
-        else:
-            compile_case(cases[name], dtype)
-        sys.stdout.write(f"{FINISHED}{name}\n")
-        sys.stdout.flush()
+        answer: CompileAnswer
+        match compile_request(lines.get(), child):
+            case StepRequest() as step:
+                assert compile_step is not None, "the table has no steps for this process"
+                share.number, share.count = step.share, step.shares
+                answer = StepCompiled(_compiled_step(compile_step, step, dtype))
+                share.number, share.count = 0, 1
+            case CaseRequest(name):
+                compile_case(cases[name], dtype)
+                answer = CaseCompiled(name)
+        sys.stdout.buffer.write(request_line(answer))
+        sys.stdout.buffer.flush()
 
 
-def _compiled_step(compile_step: CompileStep, job: StepJob, dtype: torch.dtype) -> list[str]:
+def _compiled_step(compile_step: CompileStep, step: StepRequest, dtype: torch.dtype) -> list[str]:
     """Compile a step and return its kernels' names. An error is only printed: without the kernels, the run has it too.
 
     Training compiles what is missing.
@@ -219,7 +200,7 @@ def _compiled_step(compile_step: CompileStep, job: StepJob, dtype: torch.dtype) 
 
     try:
         with nothing_plain(), torch.enable_grad():
-            return sorted(compile_step(job, dtype))
+            return sorted(compile_step(step, dtype))
     except (LoraRocmError, TritonError, *CANNOT):
         traceback.print_exc()
         return []

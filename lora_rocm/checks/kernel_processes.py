@@ -20,16 +20,30 @@ import psutil
 import torch
 
 from lora_rocm.checks.kernel_check import CANNOT, Case, ExactCase, cases_for, proof_of
-from lora_rocm.checks.kernel_compiler import FINISHED, KERNELS, StepJob, Target
-from lora_rocm.errors import StorageError
+from lora_rocm.checks.kernel_compiler import target_here
+from lora_rocm.errors import MachineError, StorageError
 from lora_rocm.foundation.files import write_json
 from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.foundation.safe_path import python_environment
 from lora_rocm.hardware.app_dir import own_app_dir
 from lora_rocm.kernels.backend import refusal
+from lora_rocm.processes.jobs import (
+    CHILDREN,
+    CaseCompiled,
+    CaseRequest,
+    CompileCasesJob,
+    CompileRequest,
+    CompileStepJob,
+    CompileTarget,
+    StepCompiled,
+    StepRequest,
+    argument_of,
+    compile_answer,
+    name_of,
+    request_line,
+)
 from lora_rocm.processes.process import heavy_command
 
-CHILD = "lora_rocm.checks.kernel_compiler"
 MAX_PROCESSES = 8
 MEMORY_EACH = 2**30
 """Bytes of main memory that one process takes, with torch and the compiler."""
@@ -56,7 +70,6 @@ class KernelCompilers:
         dtype: the run's dtype.
         count: number of processes.
         target: returns the GPU to compile for.
-        module: the program of the processes.
         step: the run's step, or None to compile cases only. Each process compiles a share of the step before its cases.
     """
 
@@ -64,17 +77,16 @@ class KernelCompilers:
         self,
         dtype: torch.dtype,
         count: int,
-        target: Callable[[], Target] = Target.of_this_process,
+        target: Callable[[], CompileTarget] = target_here,
         *,
-        module: str = CHILD,
-        step: StepJob | None = None,
+        step: StepRequest | None = None,
     ) -> None:
-        self._dtype, self._target, self._module = dtype, target, module
+        self._dtype, self._target, self._kind = dtype, target, CompileCasesJob if step is None else CompileStepJob
         self._steps = [] if step is None else [replace(step, share=share, shares=count) for share in range(count)]
         self._num_steps_left = len(self._steps)
         self._changed = threading.Condition()
         self._waiting, self._taken, self._finished = list[str](), set[str](), set[str]()
-        self._children, self._is_closed = list[subprocess.Popen[str]](), False
+        self._children, self._is_closed = list[subprocess.Popen[bytes]](), False
         self._threads = [threading.Thread(target=self._serve, daemon=True, name="kernels") for _ in range(count)]
         self._starting = threading.Thread(target=self._start, daemon=True, name="kernels")
         self._starting.start()
@@ -137,7 +149,7 @@ class KernelCompilers:
     def _start(self) -> None:
         """Find the target, then start the serving threads. Without a target, the comparison compiles all cases."""
         try:
-            self._words = [str(self._dtype).removeprefix("torch."), self._target().to_text()]
+            self._job = self._kind(str(self._dtype).removeprefix("torch."), self._target())
         except CANNOT:  # the comparison has the same error, and reports it
             with self._changed:
                 self._num_steps_left = 0
@@ -157,11 +169,10 @@ class KernelCompilers:
             step = self._steps.pop() if self._steps else None
             try:
                 child = subprocess.Popen(
-                    heavy_command(self._module, *self._words, reads_input=True),
+                    heavy_command(CHILDREN[name_of(self._job)].module, argument_of(self._job), reads_input=True),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     env=python_environment({**os.environ, **ENVIRONMENT}),
-                    encoding="utf-8",
                 )
             except OSError as error:
                 sys.stderr.write(f"no process to compile kernels: {error}\n")
@@ -170,14 +181,14 @@ class KernelCompilers:
                 return
             self._children.append(child)
         if step is not None:
-            is_alive = self._compiled(child, step.to_text())
+            is_alive = self._compiled(child, step)
             with self._changed:
                 self._num_steps_left -= 1
                 self._changed.notify_all()
             if not is_alive:
                 return
         while (name := self._next()) is not None:
-            is_compiled = self._compiled(child, name)
+            is_compiled = self._compiled(child, CaseRequest(name))
             with self._changed:
                 self._taken.discard(name)
                 if is_compiled:
@@ -197,21 +208,21 @@ class KernelCompilers:
             self._taken.add(name)
             return name
 
-    def _compiled(self, child: subprocess.Popen[str], request: str) -> bool:
+    def _compiled(self, child: subprocess.Popen[bytes], request: CompileRequest) -> bool:
         """Let a process compile a case or a share of the step. Return whether it answered: it may have been killed.
 
         The cases of a step's kernels are added.
         """
         assert child.stdin is not None and child.stdout is not None
-        with suppress(OSError, ValueError):
-            child.stdin.write(f"{request}\n")
+        with suppress(OSError, ValueError, MachineError):  # it has ended, and its answer is missing or torn
+            child.stdin.write(request_line(request))
             child.stdin.flush()
-            for line in child.stdout:
-                line = line.rstrip("\n")
-                if line == FINISHED + request:
-                    return True
-                if line.startswith(KERNELS):
-                    self.add(unproven_cases(parse_json(line.removeprefix(KERNELS)), self._dtype))
+            match compile_answer(child.stdout.readline(), name_of(self._job)):
+                case StepCompiled(kernels):
+                    self.add(unproven_cases(kernels, self._dtype))
+                    return isinstance(request, StepRequest)
+                case CaseCompiled(name):
+                    return request == CaseRequest(name)
         return False
 
 
@@ -248,12 +259,12 @@ class KernelMemory:
 
 @contextmanager
 def compilers_for(
-    device: torch.device, dtype: torch.dtype, memory: KernelMemory, *, module: str = CHILD, step: StepJob | None = None
+    device: torch.device, dtype: torch.dtype, memory: KernelMemory, *, step: StepRequest | None = None
 ) -> Iterator[KernelCompilers | None]:
     """Start the processes if this start may have kernels to compile, and end them afterwards; yield None if not.
 
-    On a machine that has not run this kind yet, the processes start without cases. They learn them from the step, or
-    from ``choose``. ``module``, ``step``: see ``KernelCompilers``.
+    There are at most as many as cases. On a machine that has not run this kind yet, the processes start without cases.
+    They learn them from the step, or from ``choose``. ``step``: see ``KernelCompilers``.
     """
     names = memory.recall()
     cases = [] if names is None else unproven_cases(names, dtype)
@@ -261,8 +272,8 @@ def compilers_for(
     if count == 0 or (names is not None and not cases):
         yield None
         return
-    count = min(count, len(cases)) if cases and step is None else count
-    compilers = KernelCompilers(dtype, count, module=module, step=step)
+    count = min(count, len(cases)) if cases else count
+    compilers = KernelCompilers(dtype, count, step=step)
     try:
         compilers.add(cases)
         yield compilers

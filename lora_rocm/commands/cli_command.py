@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from inspect import Parameter, signature
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -109,7 +110,8 @@ def printed(
     """Turn a handler into a command with the options ``--json``, ``--quiet`` and ``--verbose``.
 
     The handler gets an ``Output`` as its first argument and returns the exit code. Its errors are shown as messages,
-    never as tracebacks.
+    never as tracebacks. A parameter with a dataclass as its type becomes the options that the fields declare, and the
+    handler gets the dataclass (``start_options``).
 
     Args:
         command: the handler.
@@ -123,6 +125,8 @@ def printed(
 
         mode = OutputMode.JSON if as_json else OutputMode.QUIET if quiet else OutputMode.HUMAN
         output = Output(mode, follows=follows, verbose=verbose)
+        for name, group in groups.items():
+            kwargs[name] = group(**{each.name: kwargs.pop(each.name) for each in fields(group)})
         work = functools.partial(command, output, *args, **kwargs)
         began_s = time.monotonic()
         with output.details():
@@ -131,13 +135,29 @@ def printed(
         raise typer.Exit(code)
 
     given = signature(command, eval_str=True)
+    own = list(given.parameters.values())[1:]
+    groups: dict[str, type[Any]] = {
+        each.name: each.annotation
+        for each in own
+        if isinstance(each.annotation, type) and is_dataclass(each.annotation)
+    }
     options = [
         Parameter(name, Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
         for name, annotation in (("as_json", AsJson), ("quiet", Quiet), ("verbose", Verbose))
     ]
-    parameters = [*list(given.parameters.values())[1:], *options]
+    expanded = [shown for each in own for shown in (_options_of(groups[each.name]) if each.name in groups else [each])]
+    parameters = [*expanded, *options]
     run.__signature__ = given.replace(parameters=parameters)  # type: ignore[attr-defined]
     return run
+
+
+def _options_of(group: type[Any]) -> list[Parameter]:
+    """Return the options that the fields of a dataclass declare. Each field has a default."""
+    types = get_type_hints(group, include_extras=True)
+    return [
+        Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=types[each.name])
+        for each in fields(group)
+    ]
 
 
 printed_for_files = functools.partial(printed, outlives_output=True)

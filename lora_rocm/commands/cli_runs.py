@@ -12,17 +12,13 @@ from lora_rocm.commands.cli_help import RUNS
 from lora_rocm.commands.cli_options import (
     DEFAULT_RUNS,
     RUNS_VARIABLE,
-    CacheOfRecipe,
-    Gpus,
-    NoSupervisor,
-    Overrides,
     RunPath,
     RunsDir,
     RunState,
     values,
-    with_folders,
 )
 from lora_rocm.commands.output import Output
+from lora_rocm.commands.start_options import StartOptions
 
 
 def add_run_commands(app: typer.Typer) -> None:
@@ -46,13 +42,11 @@ def fork(
         int | None,
         typer.Option(min=1, max=2**31 - 1, metavar="N", help="Step of the checkpoint; default: the newest."),
     ] = None,
-    overrides: Overrides = None,
+    *,
     run_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Default: NAME-fork-TIME, next to the first run.")
     ] = None,
-    cache_dir: CacheOfRecipe = None,
-    gpus: Gpus = None,
-    no_supervisor: NoSupervisor = False,
+    options: StartOptions,
     no_start: Annotated[bool, typer.Option("--no-start", help="Only create the run; resume starts it.")] = False,
 ) -> int:
     """Continue from a checkpoint of a run in a new run, with changed values. The first run stays as it is."""
@@ -60,9 +54,8 @@ def fork(
     from lora_rocm.commands.newest import run_or_newest
     from lora_rocm.supervisor.fork import ForkRequest
 
-    source = run_or_newest(run, runs_dir, output)
-    request = ForkRequest(source, step, with_folders(overrides, cache=cache_dir), run_dir)
-    return command.fork(request, output, gpus=gpus, supervised=not no_supervisor, start=not no_start)
+    request = ForkRequest(run_or_newest(run, runs_dir, output), step, options.settings(), run_dir)
+    return command.fork(request, output, gpus=options.gpus, supervised=not options.no_supervisor, start=not no_start)
 
 
 @printed

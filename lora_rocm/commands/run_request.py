@@ -80,8 +80,23 @@ class RunRequest:
         """Return the command that resumes a run of this request, quoted for this system's shell."""
         uses_own = self.recipe_path in (STANDARD_INPUT, str(run.recipe))
         words = ["lora-rocm", "resume", str(run.path)] if uses_own else ["lora-rocm", "train", self.recipe_path]
-        for override in () if self.recipe_path == STANDARD_INPUT else self.overrides:  # they are in the run's recipe
-            words += ["--set", override]
+        words += [] if self.recipe_path == STANDARD_INPUT else self._setting_words()  # they are in the run's recipe
         words += [] if uses_own else ["--run-dir", str(run.path), "--resume", "latest"]
-        words += ["--gpus", str(self.gpus)] if self.gpus else []
-        return quoted(words + (["--accept-changes"] if self.accept_changes else []))
+        return quoted([*words, *self._option_words()])
+
+    def start_words(self, run: RunDir) -> list[str]:
+        """Return the arguments with which another process starts this request. ``run``: its run directory."""
+        if self.recipe_path == str(run.recipe):
+            words = ["resume", self.resume or str(run.path)]
+        else:
+            words = ["train", self.recipe_path, "--run-dir", str(run.path)]
+            words += ["--resume", self.resume] if self.resume else []
+        words += [*self._setting_words(), *self._option_words()]
+        return words if self.supervised else [*words, "--no-supervisor"]
+
+    def _setting_words(self) -> list[str]:
+        return [word for override in self.overrides for word in ("--set", override)]
+
+    def _option_words(self) -> list[str]:
+        words = ["--gpus", str(self.gpus)] if self.gpus else []
+        return [*words, "--accept-changes"] if self.accept_changes else words

@@ -6,45 +6,25 @@ Counting takes seconds of one core, and loading needs its result. The process wr
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.foundation.safe_path import python_environment
-from lora_rocm.hardware.settings import VARIABLE, Settings, settings_from
+from lora_rocm.processes.jobs import CHILDREN, CountJob, CountRequest, argument_of, request_line
 from lora_rocm.processes.process import heavy_command
 
-CHILD = "lora_rocm.memory.count_child"
 MIN_CORES, MIN_FREE_BYTES = 4, 4 * 2**30
 """A machine with less of either counts in the training process."""
 POLL_S, LIMIT_S = 0.1, 30.0
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1", "HF_HUB_OFFLINE": "1"}
 """The process opens no GPU, and downloads no base in addition to the training process."""
-
-
-@dataclass(frozen=True)
-class CountRequest:
-    """Inputs of the count, in addition to the recipe: the name of the run's dtype, and its settings."""
-
-    dtype: str
-    settings: Settings
-
-    def to_text(self) -> str:
-        return json.dumps({"dtype": self.dtype, "settings": self.settings.to_text()})
-
-    @classmethod
-    def from_text(cls, text: str) -> CountRequest:
-        values = parse_json(text)
-        return cls(values["dtype"], settings_from({VARIABLE: values["settings"]}))
 
 
 class FootprintProcess:
@@ -54,15 +34,14 @@ class FootprintProcess:
     """
 
     def __init__(self, recipe: Path) -> None:
-        self._child: subprocess.Popen[str] | None = None
+        self._child: subprocess.Popen[bytes] | None = None
         self._is_asked = False
         try:
             self._child = subprocess.Popen(
-                heavy_command(CHILD, str(recipe), reads_input=True),
+                heavy_command(CHILDREN["count"].module, argument_of(CountJob(recipe)), reads_input=True),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 env=python_environment({**os.environ, **ENVIRONMENT}),
-                encoding="utf-8",
             )
         except OSError as error:
             sys.stderr.write(f"no process to count the memory of a step: {error}\n")
@@ -71,7 +50,7 @@ class FootprintProcess:
         """Let the process count."""
         if self._child is not None and self._child.stdin is not None:
             with suppress(OSError, ValueError):  # it has ended
-                self._child.stdin.write(f"{request.to_text()}\n")
+                self._child.stdin.write(request_line(request))
                 self._child.stdin.flush()
                 self._is_asked = True
 

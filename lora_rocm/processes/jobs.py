@@ -4,14 +4,15 @@ A child gets its job in a file, which ``processes.tool`` writes and ``job_of`` r
 events on standard output, or with one JSON object. A tracker gets its job as an argument instead, because it may
 outlive its parent and the parent's temporary folder.
 
-The training worker has command-line options instead. The processes that help it start get lines on their standard
-input: ``checks.kernel_compiler.StepJob`` and names of cases, and ``memory.footprint_process.CountRequest``.
+The training worker has command-line options instead. The processes that help it start get their job as an argument,
+and then requests as lines on standard input (``request_line``). A process that compiles kernels answers each request
+by one line on standard output, in the order of requests, until its input closes.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -441,13 +442,91 @@ class TrackJob:
 
 
 @dataclass(frozen=True)
+class CompileTarget:
+    """A GPU to compile for, as Triton describes it. arch: compute capability ("90"), or the name of an AMD GPU."""
+
+    backend: str
+    arch: str
+    warp_size: int
+
+
+@dataclass(frozen=True)
+class CompileCasesJob:
+    """Job to compile kernels into Triton's cache until standard input closes. dtype: name of the run's dtype."""
+
+    dtype: str
+    target: CompileTarget
+
+
+@dataclass(frozen=True)
+class CompileStepJob(CompileCasesJob):
+    """The same job, for a process that also compiles the kernels of a run's step."""
+
+
+@dataclass(frozen=True)
+class CaseRequest:
+    """Request to compile the kernels of a case of the comparison. case: its name."""
+
+    case: str
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """Request to compile a share of the kernels of a step.
+
+    Attributes:
+        recipe: path of the recipe.
+        share: number of this process, from 0.
+        shares: number of processes.
+    """
+
+    recipe: Path
+    share: int = 0
+    shares: int = 1
+
+
+@dataclass(frozen=True)
+class CaseCompiled:
+    """Answer to a ``CaseRequest``, also if the case failed: the comparison then has the same error."""
+
+    case: str
+
+
+@dataclass(frozen=True)
+class StepCompiled:
+    """Answer to a ``StepRequest``. kernels: names of the step's kernels; empty if it failed."""
+
+    kernels: list[str]
+
+
+CompileRequest = CaseRequest | StepRequest
+CompileAnswer = CaseCompiled | StepCompiled
+
+
+@dataclass(frozen=True)
+class CountJob:
+    """Job to count a step's memory into the footprint cache. recipe: path of the recipe."""
+
+    recipe: Path
+
+
+@dataclass(frozen=True)
+class CountRequest:
+    """Request to count. dtype: name of the run's dtype. settings: the text of ``hardware.settings.Settings``."""
+
+    dtype: str
+    settings: str
+
+
+@dataclass(frozen=True)
 class Child:
     """Describes a child process that imports torch.
 
     Attributes:
         module: name of the module with the child's ``main``.
         job: class of its job.
-        answers: classes of its events, except ``ErrorEvent``; or the class of the JSON object that it prints.
+        answers: classes of its events, except ``ErrorEvent``; or the class of the JSON object that it prints; or the
+            classes of its answers to requests.
         requests: classes of requests that the parent may send to its standard input.
     """
 
@@ -458,7 +537,7 @@ class Child:
 
 
 _MODEL, _MEASURED = "lora_rocm.children.model_child", (BeginEvent, RowEvent)
-_DEVICE = "lora_rocm.children.bench.device_child"
+_DEVICE, _COMPILED = "lora_rocm.children.bench.device_child", (CaseCompiled, StepCompiled)
 CHILDREN: Mapping[str, Child] = {
     "sample": Child(_MODEL, SampleJob, (DrawnEvent, NoticeEvent)),
     "export": Child(_MODEL, ExportJob, (ExportEvent, NoticeEvent)),
@@ -479,6 +558,9 @@ CHILDREN: Mapping[str, Child] = {
     "tune-products": Child("lora_rocm.children.tune.products", TuneProductsJob, _MEASURED),
     "self-test": Child("lora_rocm.checks.selftest", SelfTestJob, (ChecksEvent, CheckEvent, ResultEvent)),
     "track": Child("lora_rocm.children.tracking", TrackJob, ()),
+    "compile-cases": Child("lora_rocm.checks.kernel_compiler", CompileCasesJob, (CaseCompiled,), (CaseRequest,)),
+    "compile-step": Child("lora_rocm.train.step_compiler", CompileStepJob, _COMPILED, (CaseRequest, StepRequest)),
+    "count": Child("lora_rocm.memory.count_child", CountJob, (), (CountRequest,)),
 }
 """Descriptions of the child processes, keyed by name."""
 J = TypeVar("J")
@@ -510,7 +592,7 @@ def job_of(*kinds: type[J]) -> J:
 
 
 def request_line(request: object) -> bytes:
-    """Return a request as a line for the child's standard input."""
+    """Return a request, or an answer to one, as a line of a child's standard input or output."""
     return job_text(type(request).__name__, request).encode("ascii") + b"\n"
 
 
@@ -520,6 +602,40 @@ def chat_request(line: bytes) -> ChatRequest:
     Raises:
         MachineError: job-unreadable.
     """
-    kinds = {kind.__name__: kind for kind in CHILDREN["chat"].requests}
-    request: ChatRequest = read_job_text(line.decode("utf-8", "replace"), kinds, "standard input")
+    request: ChatRequest = _read_line(line, CHILDREN["chat"].requests, "standard input")
     return request
+
+
+def compile_request(line: bytes, child: str) -> CompileRequest:
+    """Return the request in a line of the standard input of a compiling child.
+
+    Raises:
+        MachineError: job-unreadable.
+    """
+    request: CompileRequest = _read_line(line, CHILDREN[child].requests, "standard input")
+    return request
+
+
+def compile_answer(line: bytes, child: str) -> CompileAnswer:
+    """Return the answer in a line of the standard output of a compiling child.
+
+    Raises:
+        MachineError: job-unreadable.
+    """
+    found: CompileAnswer = _read_line(line, CHILDREN[child].answers, "standard output")
+    return found
+
+
+def count_request(line: bytes) -> CountRequest:
+    """Return the request in a line of the counting child's standard input.
+
+    Raises:
+        MachineError: job-unreadable.
+    """
+    request: CountRequest = _read_line(line, CHILDREN["count"].requests, "standard input")
+    return request
+
+
+def _read_line(line: bytes, kinds: Iterable[type[Any]], where: str) -> Any:
+    known = {kind.__name__: kind for kind in kinds}
+    return read_job_text(line.decode("utf-8", "replace"), known, where)

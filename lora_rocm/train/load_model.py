@@ -18,7 +18,6 @@ from lora_rocm.adapters.training_adapter import NAME as TRAINING_ADAPTER
 from lora_rocm.adapters.training_adapter import TrainingAdapter, attach_training_adapter
 from lora_rocm.checks import kernel_choice
 from lora_rocm.checks.kernel_choice import KernelChoice
-from lora_rocm.checks.kernel_compiler import StepJob
 from lora_rocm.checks.kernel_processes import KernelCompilers, KernelMemory, compilers_for, unproven_cases
 from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.device.allocator import LimitFollower, empty_pools
@@ -32,12 +31,11 @@ from lora_rocm.kernels.weight_format import use_implementation
 from lora_rocm.memory.footprint import largest_of
 from lora_rocm.memory.manager import MemoryManager, decide
 from lora_rocm.model_files.adapter_contents import IMPLAUSIBLE
+from lora_rocm.processes.jobs import StepRequest
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.recipe_file import recipe_to_train
 from lora_rocm.train import compilation
 from lora_rocm.train.context import StartContext, pins
-
-STEP_COMPILER = "lora_rocm.train.step_compiler"
 
 
 @runtime_checkable
@@ -119,8 +117,8 @@ def compilers_of(start: StartContext) -> AbstractContextManager[KernelCompilers 
     kept = KernelChoice.stored_in(facts)
     if not start.settings.triton or not start.world.is_first or (kept is not None and not kept.triton):
         return nullcontext()
-    step = StepJob(str(recipe_to_train(start.session.run_dir)))
-    return compilers_for(start.device, start.dtype, _kernel_memory(start), module=STEP_COMPILER, step=step)
+    step = StepRequest(recipe_to_train(start.session.run_dir))
+    return compilers_for(start.device, start.dtype, _kernel_memory(start), step=step)
 
 
 def _kernel_memory(start: StartContext) -> KernelMemory:

@@ -8,26 +8,25 @@ depends on a model's widths, and on whether a size is a multiple of 16.
 from __future__ import annotations
 
 from collections.abc import Collection
-from pathlib import Path
 
 import torch
 
 from lora_rocm.checks import kernel_compiler
-from lora_rocm.checks.kernel_compiler import StepJob
 from lora_rocm.families.base import family_for
 from lora_rocm.families.objectives.loss import losses
 from lora_rocm.kernels.backend import kernels_seen, launching_on_meta
 from lora_rocm.memory.footprint import inputs_on_meta, largest_of, meta_model
+from lora_rocm.processes.jobs import StepRequest
 from lora_rocm.recipe.load import load_recipe
 
 
-def compile_step(job: StepJob, dtype: torch.dtype) -> Collection[str]:
+def compile_step(step: StepRequest, dtype: torch.dtype) -> Collection[str]:
     """Launch all kernels of a step on the meta device, and return their names.
 
     Raises:
         LoraRocmError: recipe or base model cannot be used.
     """
-    recipe = load_recipe(Path(job.recipe)).recipe
+    recipe = load_recipe(step.recipe).recipe
     family = family_for(recipe)
     model = meta_model(family, recipe, dtype)
     batch, draws = inputs_on_meta(family, largest_of(recipe), recipe.train.batch_size)

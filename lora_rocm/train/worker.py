@@ -31,7 +31,8 @@ from lora_rocm.foundation.output_stream import outliving_stdout
 from lora_rocm.foundation.packages import imported, versions_of
 from lora_rocm.hardware.ranks import Rank, rank_of
 from lora_rocm.hardware.settings import settings_from
-from lora_rocm.memory.footprint_process import CountRequest, footprint_process
+from lora_rocm.memory.footprint_process import footprint_process
+from lora_rocm.processes.jobs import CountRequest
 from lora_rocm.processes.process import stop_signals
 from lora_rocm.recipe.comparison import shared_values
 from lora_rocm.recipe.load import load_recipe
@@ -150,7 +151,7 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
         # Before the first encoder computes with it
         settings = checked_attention(settings, device, (dtype, torch.float32), session.context)
         if counting is not None and available(device):  # the process sees no GPU, and counts Triton kernels
-            counting.ask(CountRequest(str(dtype).removeprefix("torch."), settings))
+            counting.ask(CountRequest(str(dtype).removeprefix("torch."), settings.to_text()))
         world = join(me, device, session.context.beat)
         checkpoint = resume.find_checkpoint(session, options.checkpoint)
     session.emit(

@@ -80,10 +80,10 @@ class Launches:
         from lora_rocm.commands.run_request import RunRequest
         from lora_rocm.commands.start_run import prepare_run
 
-        run_dir = (working / prepare_run(RunRequest(str(recipe), tuple(overrides))).run_dir.path).absolute()
-        words = ["train", str(recipe), "--run-dir", str(run_dir)]
-        self._start(run_dir, [*words, *(word for each in overrides for word in ("--set", each))], working)
-        return run_dir
+        request = RunRequest(str(recipe), tuple(overrides))
+        run_dir = RunDir((working / prepare_run(request).run_dir.path).absolute())
+        self._start(run_dir.path, request.start_words(run_dir), working)
+        return run_dir.path
 
     def resume(self, run_dir: RunDir, working: Path) -> None:
         """Continue a run with its own recipe.
@@ -97,8 +97,9 @@ class Launches:
         if is_running(run_dir):
             fix = "Wait until it ends, or stop it."
             raise UserError("run-is-running", "This run is running already.", where=str(run_dir.path), fix=fix)
-        prepare_run(RunRequest.continuing(run_dir.path))
-        self._start(run_dir.path, ["resume", str(run_dir.path)], working)
+        request = RunRequest.continuing(run_dir.path)
+        prepare_run(request)
+        self._start(run_dir.path, request.start_words(run_dir), working)
 
     def queue(self, folder: Path, working: Path) -> None:
         """Run a queue. It is known by its folder, as a run is by its directory.

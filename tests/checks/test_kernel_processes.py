@@ -18,7 +18,7 @@ from triton.runtime.driver import driver  # noqa: E402
 from lora_rocm.checks import kernel_processes  # noqa: E402
 from lora_rocm.checks.kernel_check import FINGERPRINTS, LARGE, SMALL, cases_for, launched, proof_of  # noqa: E402
 from lora_rocm.checks.kernel_choice import choose, compiled_here  # noqa: E402
-from lora_rocm.checks.kernel_compiler import NoDevice, StepJob, Target  # noqa: E402
+from lora_rocm.checks.kernel_compiler import NoDevice  # noqa: E402
 from lora_rocm.checks.kernel_processes import (  # noqa: E402
     AnyCase,
     KernelCompilers,
@@ -36,14 +36,15 @@ from lora_rocm.kernels import (  # noqa: E402
     token_loss_triton,
     unpack_triton,
 )
+from lora_rocm.processes.jobs import CaseRequest, CompileTarget, StepRequest, request_line  # noqa: E402
 from lora_rocm.rundir.event_types import Event, KernelsEvent  # noqa: E402
 from tests.event_lines import hearing  # noqa: E402
 
 CPU, GPU, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
-TARGET = Target("hip", "gfx1100", 32)
+TARGET = CompileTarget("hip", "gfx1100", 32)
 GELU = next(case for case in LARGE if case.name == "GELU")
 CASES = (GELU, FINGERPRINTS)
-STEP = StepJob("a recipe ä.yaml")
+STEP = StepRequest(Path("a recipe ä.yaml"))
 MODULES = (
     add_norm_triton, fingerprint_triton, gated_triton, group_norm_triton, rotary_triton, token_loss_triton,
     unpack_triton,
@@ -53,7 +54,7 @@ MODULES = (
 class LaunchesNothing(NoDevice):
     """A driver that loads and launches a kernel as the real one does, up to the device."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: CompileTarget) -> None:
         super().__init__(target)
         self.launched = list[str]()
         self.utils = SimpleNamespace(
@@ -81,7 +82,7 @@ def compilers() -> Iterator[KernelCompilers]:
     assert all(child.poll() is not None for child in made._children)
 
 
-def found_in_cache(target: Target, cases: Sequence[AnyCase]) -> tuple[int, list[str]]:
+def found_in_cache(target: CompileTarget, cases: Sequence[AnyCase]) -> tuple[int, list[str]]:
     """Launch the cases without a device; return the number of loaded kernels, and those that had to be compiled."""
     without = LaunchesNothing(target)
     for module in MODULES:
@@ -105,19 +106,21 @@ def test_a_launch_finds_the_kernels_of_a_process_which_ends_with_its_parent(comp
     assert compilers.finished == 1
     loaded, compiled = found_in_cache(TARGET, [GELU])
     assert loaded == 2 and compiled == []
-    _, compiled = found_in_cache(Target("hip", "gfx1201", 32), [GELU])
+    _, compiled = found_in_cache(CompileTarget("hip", "gfx1201", 32), [GELU])
     assert len(compiled) == 2, "the control: kernels for another GPU are not in the cache"
     (child,) = compilers._children
     assert child.stdin is not None
-    child.stdin.write(f"{FINGERPRINTS}\n")  # it compiles while the parent ends, and the system closes the pipe
+    child.stdin.write(
+        request_line(CaseRequest(str(FINGERPRINTS)))
+    )  # it compiles while the parent ends, and the system closes the pipe
     child.stdin.close()
     assert child.wait(20) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("target", [TARGET, Target("hip", "gfx942", 64), Target("cuda", 90, 32)])
-def test_launches_of_all_cases_find_their_kernels(target: Target) -> None:
+@pytest.mark.parametrize("target", [TARGET, CompileTarget("hip", "gfx942", 64), CompileTarget("cuda", "90", 32)])
+def test_launches_of_all_cases_find_their_kernels(target: CompileTarget) -> None:
     made = KernelCompilers(BF16, 2, lambda: target)
     cases = [case for case in cases_for(None, BF16) if case not in SMALL]
     made.add(cases)
@@ -133,9 +136,9 @@ def test_the_comparison_waits_for_a_process_and_does_the_rest_itself(
 ) -> None:
     order, answered = list[str](), list[str]()
 
-    def compiled(self: KernelCompilers, child: object, name: str) -> bool:
+    def compiled(self: KernelCompilers, child: object, request: CaseRequest) -> bool:
         time.sleep(0.2)
-        answered.append(name)
+        answered.append(request.case)
         return True
 
     monkeypatch.setattr(KernelCompilers, "_compiled", compiled)
@@ -220,7 +223,9 @@ def test_processes_start_only_if_there_may_be_kernels_to_compile(monkeypatch: py
     memory.remember([GELU.kernel])
     with compilers_for(GPU, BF16, memory) as compilers:
         assert compilers is not None and {*compilers._waiting} == {str(GELU), str(FINGERPRINTS)}
-    assert started == [6, 2]
+    with compilers_for(GPU, BF16, memory, step=STEP) as compilers:
+        assert compilers is not None
+    assert started == [6, 2, 2]
     for case in cases_for([GELU.kernel], BF16):
         proof_of(case, BF16).keep()
     with compilers_for(GPU, BF16, memory) as compilers:

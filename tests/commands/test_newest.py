@@ -6,16 +6,18 @@ import io
 import json
 import os
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lora_rocm.commands.run_request import RunRequest
+from lora_rocm.commands.start_options import StartOptions
 from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.recipe.standard_input import STANDARD_INPUT
 from lora_rocm.rundir.layout import RunDir
-from tests.command_line import command_line
+from tests.command_line import COMMANDS, command_line
 from tests.supervisor.fake_run import RECIPE, save_recipe, write_checkpoint, write_whole_run
 
 
@@ -118,6 +120,24 @@ def test_the_advice_names_the_same_command(folder: Path) -> None:
     assert request.resume_command(run_dir) == quoted([*own, "--set", "lora.rank=8"])
     assert RunRequest(STANDARD_INPUT, ["lora.rank=8"]).resume_command(run_dir) == quoted(own)
     assert RunRequest("r.yaml").resume_command(run_dir).split()[1:3] == ["train", "r.yaml"]
+
+
+def test_another_process_starts_the_same_request(folder: Path, asked: list[RunRequest]) -> None:
+    run_dir = RunDir(folder / "old")
+    for request in (
+        RunRequest.continuing(run_dir.path, ["lora.rank=8"], accept_changes=True, supervised=False, gpus=2),
+        RunRequest("r.yaml", ["a.b=c d"], run_dir=run_dir.path, resume="latest"),
+    ):
+        command_line(*request.start_words(run_dir))
+        assert replace(asked.pop(), overrides=tuple(request.overrides)) == replace(
+            request, overrides=tuple(request.overrides)
+        )
+
+
+@pytest.mark.parametrize("command", ["train", "resume", "fork"])
+def test_each_command_that_starts_a_run_has_the_shared_options(command: str) -> None:
+    shown = {parameter.name for parameter in COMMANDS.commands[command].params}
+    assert {option.name for option in fields(StartOptions)} <= shown
 
 
 @pytest.mark.parametrize("lost", ["run", "recipe"])

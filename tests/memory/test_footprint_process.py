@@ -18,16 +18,17 @@ import torch
 
 from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.families.base import family_for
-from lora_rocm.hardware.settings import Settings
+from lora_rocm.hardware.settings import VARIABLE, Settings, settings_from
 from lora_rocm.memory import footprint, footprint_process
 from lora_rocm.memory.footprint import counted, largest_of
-from lora_rocm.memory.footprint_process import CountRequest, FootprintProcess, footprints_file
+from lora_rocm.memory.footprint_process import FootprintProcess, footprints_file
+from lora_rocm.processes.jobs import CountRequest, count_request, request_line
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.train import load_model
 from lora_rocm.train.context import StartContext
 
-BF16 = CountRequest("bfloat16", Settings())
+BF16 = CountRequest("bfloat16", Settings().to_text())
 COUNTS = "import sys; sys.stdin.readline()"
 IS_SILENT = "import sys; sys.stdin.read()"
 ENDS = "import sys; sys.exit(9)"
@@ -111,8 +112,9 @@ def test_a_process_that_the_system_refuses_is_not_waited_for(monkeypatch: pytest
 
 
 def test_a_request_arrives_as_it_was_sent() -> None:
-    request = CountRequest("float16", Settings(attention="math", triton=False))
-    assert "\n" not in request.to_text() and CountRequest.from_text(request.to_text()) == request
+    settings = Settings(attention="math", triton=False)
+    request = count_request(request_line(CountRequest("float16", settings.to_text())))
+    assert request.dtype == "float16" and settings_from({VARIABLE: request.settings}) == settings
 
 
 def test_the_process_starts_only_where_it_saves_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import math
 import sys
 from contextlib import redirect_stdout
 from dataclasses import MISSING, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -29,6 +30,9 @@ from lora_rocm.processes.jobs import (
     TuneAttentionJob,
     argument_of,
     chat_request,
+    compile_answer,
+    compile_request,
+    count_request,
     job_of,
     name_of,
     request_line,
@@ -112,6 +116,8 @@ def _some(kind: type[Any]) -> Any:
     needed = [each for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING]
 
     def value(hint: Any) -> Any:
+        if is_dataclass(hint):
+            return _some(hint)
         return simplest[hint] if hint in simplest else None if get_origin(hint) is UnionType else get_origin(hint)()
 
     return kind(**{each.name: value(hints[each.name]) for each in needed})
@@ -182,6 +188,20 @@ def test_a_request_is_one_line_that_is_read_back(kind: type[Any]) -> None:
     assert chat_request(line) == _some(kind) and type(chat_request(line)) is kind
 
 
+@pytest.mark.parametrize("child", ["compile-cases", "compile-step", "count"])
+def test_requests_to_a_helper_of_a_start_and_its_answers_are_lines(child: str) -> None:
+    request_of = count_request if child == "count" else partial(compile_request, child=child)
+    for kind in CHILDREN[child].requests:
+        assert request_of(request_line(_some(kind))) == _some(kind)
+    for kind in CHILDREN[child].answers:
+        assert compile_answer(request_line(_some(kind)), child) == _some(kind)
+    others = [_some(kind) for kind in CHILDREN["chat"].requests]
+    for line in (b"", b"{}\n", *map(request_line, others)):
+        with pytest.raises(MachineError) as caught:
+            request_of(line)
+        assert caught.value.code == "job-unreadable"
+
+
 @pytest.mark.parametrize("line", [b"\xff\n", b"{}\n", b'{"stop": true}\n', job_text("export", StopRequest()).encode()])
 def test_a_line_that_is_no_request_is_an_error(line: bytes) -> None:
     with pytest.raises(MachineError) as caught:
@@ -214,7 +234,7 @@ def test_a_child_refuses_the_job_of_another(name: str, tmp_path: Path, monkeypat
 
 def test_an_answer_of_another_form_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for child in CHILDREN.values():
-        if child.answers and not issubclass(child.answers[0], Event):
+        if child.answers and not child.requests and not issubclass(child.answers[0], Event):
             monkeypatch.setattr("lora_rocm.processes.tool.run_for_json", lambda *start: {"odd": 1})
             with pytest.raises(MachineError) as caught:
                 ask(_some(child.job), child.answers[0], {})

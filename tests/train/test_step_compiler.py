@@ -20,27 +20,28 @@ from triton.runtime.driver import driver  # noqa: E402
 
 from lora_rocm.checks import kernel_compiler, kernel_processes  # noqa: E402
 from lora_rocm.checks.kernel_choice import compiled_here  # noqa: E402
-from lora_rocm.checks.kernel_compiler import NoDevice, StepJob, Target, compile_only  # noqa: E402
+from lora_rocm.checks.kernel_compiler import NoDevice, compile_only  # noqa: E402
 from lora_rocm.checks.kernel_processes import KernelCompilers, unproven_cases  # noqa: E402
 from lora_rocm.errors import DataError, LoraRocmError, ModelError  # noqa: E402
 from lora_rocm.hardware.software_stack import STACK  # noqa: E402
 from lora_rocm.kernels.backend import kernels_seen, launches, launching_on_meta  # noqa: E402
+from lora_rocm.processes.jobs import CompileTarget, StepRequest  # noqa: E402
 from lora_rocm.train import step_compiler  # noqa: E402
-from lora_rocm.train.load_model import STEP_COMPILER  # noqa: E402
 from lora_rocm.train.step_compiler import compile_step  # noqa: E402
 
 BF16, SHARES = torch.bfloat16, 3
-TARGET = Target("hip", "gfx1100", 32)
+TARGET = CompileTarget("hip", "gfx1100", 32)
 GATED = "gated.gated: gelu"
 Launch = tuple[Any, tuple[object, ...], dict[str, object]]
 
 ANSWERS = f"""
-import sys
+import json, sys
 for line in sys.stdin:
-    line = line.rstrip("\\n")
-    if line.startswith("step "):
-        print('kernels ["{GATED}"]')
-    print("finished " + line, flush=True)
+    asked = json.loads(line)
+    answer = {{"child": "StepCompiled", "kernels": ["{GATED}"]}}
+    if asked["child"] == "CaseRequest":
+        answer = {{"child": "CaseCompiled", "case": asked["case"]}}
+    print(json.dumps(answer), flush=True)
 """
 ENDS = "import sys; sys.stdin.readline(); sys.exit(9)"
 IS_SILENT = "import sys; sys.stdin.read()"
@@ -76,7 +77,7 @@ def launches_of(recipe: Path) -> list[Launch]:
         found.append((kernel, arguments, options))
 
     with mock.patch.object(triton.JITFunction, "run", record), torch.enable_grad():
-        compile_step(StepJob(str(recipe)), BF16)
+        compile_step(StepRequest(recipe), BF16)
     return found
 
 
@@ -125,7 +126,7 @@ def test_a_process_compiles_only_its_share(recipe: Path) -> None:
         for share.number, share.count in ((0, 1), *((number, SHARES) for number in range(SHARES))):
             compiled.clear()
             with torch.enable_grad():
-                names = compile_step(StepJob(str(recipe), share.number, share.count), BF16)
+                names = compile_step(StepRequest(recipe, share.number, share.count), BF16)
             counts.append(len(compiled))
     assert names and unproven_cases(names, BF16), "each process knows all names"
     assert counts[0] == sum(counts[1:]) and max(counts[1:]) < counts[0]
@@ -154,16 +155,16 @@ def test_a_step_on_meta_launches_nothing_elsewhere(recipe: Path, monkeypatch: py
     "error", [DataError("none", "", where="", fix=""), ModelError("base", "", where="", fix=""), RuntimeError("shape")]
 )
 def test_a_step_that_fails_has_no_names(error: Exception, capfd: pytest.CaptureFixture[str]) -> None:
-    def fails(job: StepJob, dtype: torch.dtype) -> list[str]:
+    def fails(job: StepRequest, dtype: torch.dtype) -> list[str]:
         raise error
 
-    assert kernel_compiler._compiled_step(fails, StepJob("none"), BF16) == []
+    assert kernel_compiler._compiled_step(fails, StepRequest(Path("none")), BF16) == []
     assert type(error).__name__ in capfd.readouterr().err
-    assert kernel_compiler._compiled_step(lambda job, dtype: ["b", "a"], StepJob("none"), BF16) == ["a", "b"]
+    assert kernel_compiler._compiled_step(lambda job, dtype: ["b", "a"], StepRequest(Path("none")), BF16) == ["a", "b"]
 
 
 def test_a_recipe_that_cannot_be_loaded_ends_no_process(tmp_path: Path) -> None:
-    missing = StepJob(str(tmp_path / "none.yaml"))
+    missing = StepRequest(tmp_path / "none.yaml")
     with pytest.raises(LoraRocmError):
         compile_step(missing, BF16)
     assert kernel_compiler._compiled_step(compile_step, missing, BF16) == []
@@ -176,7 +177,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., KernelCom
 
     def start(program: str, count: int = 2) -> KernelCompilers:
         monkeypatch.setattr(kernel_processes, "heavy_command", lambda *_, **__: [sys.executable, "-c", program])
-        made.append(KernelCompilers(BF16, count, lambda: TARGET, step=StepJob("a recipe ä.yaml")))
+        made.append(KernelCompilers(BF16, count, lambda: TARGET, step=StepRequest(Path("a recipe ä.yaml"))))
         return made[-1]
 
     yield start
@@ -232,14 +233,14 @@ def test_waiting_for_a_step_has_an_end(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_step_finds_the_kernels_of_all_processes(recipe: Path) -> None:
-    made = KernelCompilers(BF16, 2, lambda: TARGET, module=STEP_COMPILER, step=StepJob(str(recipe)))
+    made = KernelCompilers(BF16, 2, lambda: TARGET, step=StepRequest(recipe))
     with mock.patch.object(kernel_processes, "STEP_LIMIT_S", 500.0):
         made.wait_for_step(lambda: None)
     assert made._num_steps_left == 0
     made.close()
     calls = launches_of(recipe)
 
-    def missing(target: Target) -> list[str]:
+    def missing(target: CompileTarget) -> list[str]:
         for kernel, _, _ in calls:
             kernel.device_caches.clear()
         without = NoDevice(target)
@@ -250,4 +251,4 @@ def test_a_step_finds_the_kernels_of_all_processes(recipe: Path) -> None:
         return compiled
 
     assert missing(TARGET) == []
-    assert missing(Target("hip", "gfx1201", 32)), "the control: kernels for another GPU are not in the cache"
+    assert missing(CompileTarget("hip", "gfx1201", 32)), "the control: kernels for another GPU are not in the cache"

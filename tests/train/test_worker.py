@@ -13,7 +13,7 @@ import pytest
 
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.kernels import backend
-from lora_rocm.memory.footprint_process import CountRequest
+from lora_rocm.processes.jobs import CountRequest
 from lora_rocm.rules.mitigations import mitigation_table
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.recipe_file import recipe_to_train
@@ -112,7 +112,7 @@ def test_a_step_s_memory_is_counted_while_the_worker_starts(
     (counting,) = made
     recipe, _, on_gpu = counting.given
     assert recipe == recipe_to_train(run_dir) and on_gpu is False
-    assert counting.asked == ([CountRequest("float32", Settings())] if has_kernels else []), (
+    assert counting.asked == ([CountRequest("float32", Settings().to_text())] if has_kernels else []), (
         "it counts kernels of Triton"
     )
     assert given == made and counting.num_closed == 1
