@@ -65,7 +65,8 @@ COMMANDS: dict[str, set[str]] = {
         "--config",
     },
     "chat": {
-        *("RUN", "--runs-dir", "--prompt", "--system", "--side", "--temperature", "--top-p", "--max-tokens", "--seed")
+        *("RUN", "--runs-dir", "--prompt", "--system", "--side", "--temperature", "--top-p", "--max-tokens", "--seed"),
+        "--strength",
     },
     "export": {"RUN", "--runs-dir", "--format", "--output", "--dtype", "--converter", "--step"},
     "prepare": {"RECIPE", "--set", "--cache-dir"},

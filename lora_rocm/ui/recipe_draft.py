@@ -160,7 +160,7 @@ def edited(text: str, path: Path) -> RecipeBeingEdited:
 
 
 def _missing_tables(loaded: LoadedRecipe) -> list[str]:
-    """Return a notice for each table that the recipe names and that is not there: it has only been imported, say."""
+    """Return a notice for each table that the recipe names and that does not exist, as after an import."""
     data = loaded.recipe.data
     named = [source.dataset for source in data.sources]
     tables = [name for name in named if name is not None and Path(name).suffix.lower() in TABLE_SUFFIXES]

@@ -58,7 +58,7 @@ def _received(folder: Path, name: str, file: BinaryIO) -> str:
 
 
 def _require_rows(content: bytes, suffix: str) -> None:
-    """Refuse a file that is another kind than its name. Training reads all of it and names wrong rows.
+    """Refuse a file with content that does not fit its name. Training reads the whole file and names wrong rows.
 
     Raises:
         UserError: upload-refused.
