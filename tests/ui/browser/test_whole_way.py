@@ -60,6 +60,7 @@ def bring_images(page: Any, paths: list[Path]) -> None:
         page.get_by_label(f"Caption in {path.stem}.txt").fill(f"xyz {colour}")
         page.keyboard.press("Control+Enter")
     page.locator(".tile-caption", has_text=f"xyz {COLOURS[-1]}").wait_for()
+    page.locator("#item").get_by_text("Saved.").wait_for()
 
 
 def make_recipe(page: Any) -> None:
