@@ -19,10 +19,10 @@ PLACES = ("models/loras", "ComfyUI/models/loras", "models/Lora", "webui/models/L
 NEAR = ("", "Documents", "Desktop", "Downloads", "AI", "ai", "apps", "src", "git", "StabilityMatrix/Packages")
 """Folders in the home folder in which programs are searched."""
 MAX_ENTRIES = 2000
-INSIDE = ("models/loras", "models/Lora", "ComfyUI/models/loras", "webui/models/Lora")
-"""LoRA folders relative to a program's own folder, as users name it."""
 MAX_CHOICE_BYTES = 1 << 16
 PIECE_BYTES = 1 << 22
+INSIDE = ("models/loras", "models/Lora", "ComfyUI/models/loras", "webui/models/Lora")
+"""LoRA folders relative to a program's own folder, as users name it."""
 
 
 def found_lora_folders(home: Path, around: Iterable[Path] = ()) -> list[Path]:

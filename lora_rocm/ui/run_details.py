@@ -101,15 +101,6 @@ def details_of(view: RunView, launched: Launched | None) -> ShownDetails:
     )
 
 
-def _is_asked_to_stop(run_dir: RunDir, launched: Launched | None) -> bool:
-    """Whether the run was asked to stop. A request from before its newest start counts no longer."""
-    try:
-        asked_s = run_dir.stop.stat().st_mtime
-    except OSError:
-        return False
-    return launched is None or asked_s >= launched.began_s
-
-
 @dataclass(frozen=True)
 class Story:
     """Something that happened to a run. kind: failure, change, restart, incident or notice."""
@@ -221,3 +212,12 @@ def log_end(run_dir: RunDir, rank: int = 0) -> str:
     except OSError:
         return ""
     return text if size <= MAX_LOG_BYTES else text.partition("\n")[2]
+
+
+def _is_asked_to_stop(run_dir: RunDir, launched: Launched | None) -> bool:
+    """Whether the run was asked to stop. A request from before its newest start counts no longer."""
+    try:
+        asked_s = run_dir.stop.stat().st_mtime
+    except OSError:
+        return False
+    return launched is None or asked_s >= launched.began_s
