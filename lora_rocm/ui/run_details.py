@@ -94,15 +94,6 @@ def details_of(view: RunView, launched: Launched | None) -> ShownDetails:
     )
 
 
-def _is_asked_to_stop(run_dir: RunDir, launched: Launched | None) -> bool:
-    """Whether the run was asked to stop. A request from before its newest start counts no longer."""
-    try:
-        asked_s = run_dir.stop.stat().st_mtime
-    except OSError:
-        return False
-    return launched is None or asked_s >= launched.began_s
-
-
 def _made_s(run_dir: RunDir) -> float:
     """Return when a run was made, in seconds since the epoch; now if its recipe is gone."""
     try:
@@ -182,3 +173,12 @@ def log_end(run_dir: RunDir, rank: int = 0) -> str:
     except OSError:
         return ""
     return text if size <= MAX_LOG_BYTES else text.partition("\n")[2]
+
+
+def _is_asked_to_stop(run_dir: RunDir, launched: Launched | None) -> bool:
+    """Whether the run was asked to stop. A request from before its newest start counts no longer."""
+    try:
+        asked_s = run_dir.stop.stat().st_mtime
+    except OSError:
+        return False
+    return launched is None or asked_s >= launched.began_s

@@ -350,8 +350,10 @@ class ImageGrid extends HTMLElement {
   }
 
   async next(by) {
+    const before = this.active;
     this.activate(this.active + by);
-    await this.open(this.active, true);
+    if (this.active !== before) await this.open(this.active, true);
+    else if (await keepText()) editor.querySelector("textarea")?.focus(); // the last one stays, and says that it is saved
   }
 }
 

@@ -64,7 +64,29 @@ document.addEventListener("htmx:after:request", (event) => {
   document.getElementById("problem").replaceChildren();
 });
 
-/** Leads back to the page before, where the browser has kept what was written. */
+// A form with data-keeps stays as it is if it is refused: the problem is shown above it, and nothing written is lost.
+document.addEventListener("submit", async (event) => {
+  const form = event.target;
+  if (event.defaultPrevented || !form.matches("form[data-keeps]")) return;
+  event.preventDefault();
+  const answer = await fetch(form.action, {
+    method: "POST",
+    headers: { ...csrfHeaders(), "HX-Request": "true" },
+    body: new URLSearchParams(new FormData(form)),
+  });
+  if (answer.ok) {
+    location.assign(answer.url);
+    return;
+  }
+  const box = document.createElement("div");
+  box.setAttribute("role", "alert");
+  box.dataset.refusal = "";
+  box.innerHTML = await answer.text(); // of this server, which escapes every text
+  if (form.previousElementSibling?.dataset.refusal !== undefined) form.previousElementSibling.remove();
+  form.before(box);
+});
+
+/** Leads back to the page before. */
 class BackButton extends HTMLElement {
   connectedCallback() {
     if (this.firstChild) return;

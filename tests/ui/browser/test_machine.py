@@ -22,7 +22,12 @@ def test_a_refused_change_shows_the_problem(tab: Tab) -> None:
     page.get_by_role("button", name="Add", exact=True).click()
     page.locator(".problem").wait_for()
     assert "no-folder" in page.locator(".problem").inner_text()
-    page.get_by_role("button", name="Back").click()
-    page.locator("#findings-title").wait_for()
     assert page.get_by_label("Folder to add").input_value() == "no such folder"
+    page.goto(tab.address + "/runs/view?dir=nothing")
+    page.get_by_role("button", name="Back").click()
+    # A change that works ends the problem of the attempt before it
+    page.locator("#findings-title").wait_for()
+    page.evaluate("document.getElementById('problem').textContent = 'It did not work.'")
+    page.get_by_role("button", name="Forget them").click()
+    page.locator("#problem:empty").wait_for(state="attached")
     tab.faults.clear()  # the browser reports the status 404

@@ -145,7 +145,7 @@ def test_the_estimate_follows_and_training_starts(tab: Tab, recipe: Path, monkey
     assert tab.axe() == [] and "rank: 64" in recipe.read_text(encoding="utf-8")
     (made,) = [each for each in tab.server.context.launches.all() if recipe.stem in each.run_dir.name]
     tab.run(made.run_dir.name)
-    page.wait_for_url("**/runs/view?*")
+    page.wait_for_url("**/runs/view?*", timeout=60_000)  # the command imports and checks first
     assert made.process.wait(20) == 0
 
 

@@ -60,6 +60,7 @@ def bring_images(page: Any, paths: list[Path]) -> None:
         page.get_by_label(f"Caption in {path.stem}.txt").fill(f"xyz {colour}")
         page.keyboard.press("Control+Enter")
     page.locator(".tile-caption", has_text=f"xyz {COLOURS[-1]}").wait_for()
+    page.locator("#item").get_by_text("Saved.").wait_for()
 
 
 def make_recipe(page: Any) -> None:
@@ -68,7 +69,7 @@ def make_recipe(page: Any) -> None:
     page.get_by_label("Name of the recipe").first.fill("Farben ü")
     page.get_by_role("button", name="Make the recipe").click()
     page.locator("#new-problem .problem").wait_for()  # no preset, no model: what was written stays
-    page.get_by_label("Preset").select_option("demo")
+    page.locator("#field-source").select_option("demo")
     page.get_by_role("button", name="Make the recipe").click()
     page.get_by_role("link", name="Open the recipe").click(timeout=WAIT_MS)
     # Short, and with little to draw: by the fields, and by the YAML
