@@ -3,7 +3,7 @@
     python -m scripts.page_pictures OUTPUT [--folder FOLDER] [--only NAME] [--docs]
 
 The folder is filled first: images, recipes, a run (some minutes on two cores), pictures by strength, votes, a queue.
-What it has already is kept, so a second call only takes pictures. ``--docs`` renews the pictures of the documentation,
+Existing files are kept, so a second call only takes pictures. ``--docs`` renews the pictures of the documentation,
 which are a few of them with few colours.
 """
 
