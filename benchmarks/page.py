@@ -3,7 +3,7 @@
     python benchmarks/page.py [--steps N] [--browser]
 
 It prints figures, and needs no GPU. Each value is the median of five. "own" is the server's processor time, without the
-time in which other programs had the processor (Linux only). With ``--browser`` it clicks on each part in Chromium, and
+time in which other programs had the processor. With ``--browser`` it clicks on each part in Chromium, and
 counts the bytes of a first visit; there "own" includes the time of the page's thread.
 """
 
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,12 +84,9 @@ class Server:
         return time.perf_counter() - began_s
 
     def own_s(self) -> float:
-        """Return the processor time of the server so far; 0 where it cannot be read."""
-        path = Path(f"/proc/{self.process.pid}/stat")
-        if not path.exists():
-            return 0.0
-        fields = path.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        """Return the processor time of the server so far."""
+        times = psutil.Process(self.process.pid).cpu_times()
+        return float(times.user + times.system)
 
     def stop(self) -> None:
         self.connection.close()

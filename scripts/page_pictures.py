@@ -3,7 +3,7 @@
     python -m scripts.page_pictures OUTPUT [--folder FOLDER] [--only NAME] [--docs]
 
 The folder is filled first: images, recipes, a run (some minutes on two cores), pictures by strength, votes, a queue.
-What it has already is kept, so a second call only takes pictures. ``--docs`` renews the pictures of the documentation,
+Existing files are kept, so a second call only takes pictures. ``--docs`` renews the pictures of the documentation,
 which are a few of them with few colours.
 """
 
@@ -37,7 +37,7 @@ CHROMIUM = "/usr/bin/chromium"
 RUN = "zibu-run"
 STEPS, STRENGTHS = 300, (0.6, 1.0)
 WIDTHS_PX = {360: 780, 1280: 900, 2560: 1440}
-COLOURS = 192
+COLOURS = 160
 
 RECIPE = f"""\
 # A zibu on plain backgrounds
@@ -168,7 +168,7 @@ IN_DOCS = {
 
 
 def take(folder: Path, output: Path, only: str) -> None:
-    """Take all pictures, or those of one page."""
+    """Take the pictures of all pages, or of one."""
     from playwright.sync_api import sync_playwright
 
     with PageServer.listening(folder, Path("runs"), "127.0.0.1", 0) as server, sync_playwright() as playwright:

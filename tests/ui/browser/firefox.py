@@ -1,6 +1,6 @@
 """Debian's Firefox over WebDriver BiDi, which it speaks itself: one tab, through a plain WebSocket.
 
-Only the commands that the tests need. A message that is no answer is an event; those of the console are collected.
+It has only the commands that the tests need. Messages without a number are events; errors of the console are collected.
 """
 
 from __future__ import annotations
