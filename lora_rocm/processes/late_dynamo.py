@@ -119,7 +119,9 @@ def delay(tree: ast.Module, statements: Mapping[str, str]) -> None:
         if isinstance(function, ast.FunctionDef) and function.name in statements:
             test = f"if {DYNAMO!r} not in __import__('sys').modules:\n"
             text = test + "".join(f"    {line}\n" for line in statements[function.name].splitlines())
-            for block in (function, *(node for node in ast.walk(function) if isinstance(node, ast.If))):
+            blocks: list[ast.FunctionDef | ast.If] = [function]
+            blocks += [node for node in ast.walk(function) if isinstance(node, ast.If)]
+            for block in blocks:
                 for place, line in enumerate(block.body):
                     if isinstance(line, ast.Import) and [alias.name for alias in line.names] == [DYNAMO]:
                         added = ast.parse(text).body[0]
