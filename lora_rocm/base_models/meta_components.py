@@ -25,8 +25,6 @@ LARGE = 1 << 27  # elements: half a gigabyte of float32
 class LargeOnMeta(TorchFunctionMode):
     """Within this context, new tensors of more than ``LARGE`` elements are created on the meta device.
 
-    Tensors on the meta device are not initialised.
-
     ``init_empty_weights`` is not enough: it allocates each parameter before it removes the data. So a parameter of
     an absurd size, or one for all experts of a large model, would take all its memory. It keeps the data of
     buffers, which are far smaller.
@@ -36,10 +34,6 @@ class LargeOnMeta(TorchFunctionMode):
         self, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__module__", "") == nn.init.__name__:
-            tensor = kwargs.get("tensor", args[0] if args else None)
-            if getattr(tensor, "is_meta", False):
-                return tensor  # it has no values to fill in, and PyTorch would import sympy for it
         if func in FACTORIES and kwargs.get("device") is None and kwargs.get("out") is None:
             hollow = func(*args, **{**kwargs, "device": "meta"})
             if hollow.numel() > LARGE:

@@ -1,19 +1,18 @@
-"""Imports TorchDynamo and sympy when something is compiled, and not before. ``lazy_packages`` installs this.
+"""Imports TorchDynamo when something is compiled, and not before. ``lazy_packages`` installs this.
 
 ``torch.compiler.disable`` and ``allow_in_graph`` import TorchDynamo to mark a function for it, and
 ``torch._disable_dynamo``, which each optimizer has, at its first call. TorchDynamo traces nothing until it was
 imported. So until then the first two note the function, and the third calls it unchanged.
 
-Activation checkpointing reads an option of TorchDynamo, and operations on meta tensors ask whether a number is one of
-sympy's. Neither is imported to learn that nobody uses it.
+Activation checkpointing reads an option of TorchDynamo, and each optimizer step asks it to end a graph. Both are left
+to a process that traces.
 """
 
 from __future__ import annotations
 
 import ast
-import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType
 
@@ -55,25 +54,16 @@ REPLACED: Mapping[str, tuple[tuple[str, str], ...]] = {
         (f"            {_BREAK}\n            ret = ", f"            if {_COMPILES}: {_BREAK}\n            ret = "),
         (f"finally:\n            {_BREAK}\n", f"finally:\n            if {_COMPILES}: {_BREAK}\n"),
     ),
-    "torch._prims_common": (
-        (
-            "    import sympy\n\n    for x in args:\n",
-            "    sympy = __import__('sys').modules.get('sympy') or __import__('types').SimpleNamespace(Basic=())\n\n"
-            "    for x in args:\n",
-        ),
-    ),
 }
 """Module -> texts and their replacements. The option of the first is used in non-strict tracing only."""
-CHECKING = "torch"
-"""The module of ``_check_with``, which imports sympy to check a condition."""
-MODULES = frozenset({*UNTIL_THEN, *DECORATED, *REPLACED, DYNAMO, CHECKING})
+MODULES = frozenset({*UNTIL_THEN, *DECORATED, *REPLACED, DYNAMO})
 
 
 class DynamoLoader(SourceFileLoader):
     """Loads a module that marks functions for TorchDynamo; or TorchDynamo, which then marks the noted functions."""
 
     def get_code(self, fullname: str) -> CodeType | None:
-        if fullname in (DYNAMO, CHECKING):
+        if fullname == DYNAMO:
             return super().get_code(fullname)
         source = self.get_data(self.path)
         if fullname in REPLACED:
@@ -90,24 +80,11 @@ class DynamoLoader(SourceFileLoader):
         if module.__name__ in UNTIL_THEN:
             setattr(module, NOTED, [])
         super().exec_module(module)
-        if module.__name__ == CHECKING and (check := getattr(module, "_check_with", None)) is not None:
-            setattr(module, "_check_with", passing(check))  # noqa: B010 - of a module, which mypy knows no attributes of
         if module.__name__ == DYNAMO:
             noted = getattr(sys.modules.get("torch.compiler"), NOTED, [])
             while noted:
                 function, decorator = noted.pop(0)
                 getattr(module, decorator)(function)
-
-
-def passing(check: Callable[..., None]) -> Callable[..., None]:
-    """Return a check that lets a true condition pass at once. All others are symbols, or fail with a message."""
-
-    @functools.wraps(check)
-    def checked(error_type: type[Exception], cond: object, message: Callable[[], str]) -> None:
-        if cond is not True:
-            check(error_type, cond, message)
-
-    return checked
 
 
 def replaced(text: str, pairs: Sequence[tuple[str, str]]) -> str:
@@ -142,7 +119,9 @@ def delay(tree: ast.Module, statements: Mapping[str, str]) -> None:
         if isinstance(function, ast.FunctionDef) and function.name in statements:
             test = f"if {DYNAMO!r} not in __import__('sys').modules:\n"
             text = test + "".join(f"    {line}\n" for line in statements[function.name].splitlines())
-            for block in (function, *(node for node in ast.walk(function) if isinstance(node, ast.If))):
+            blocks: list[ast.FunctionDef | ast.If] = [function]
+            blocks += [node for node in ast.walk(function) if isinstance(node, ast.If)]
+            for block in blocks:
                 for place, line in enumerate(block.body):
                     if isinstance(line, ast.Import) and [alias.name for alias in line.names] == [DYNAMO]:
                         added = ast.parse(text).body[0]

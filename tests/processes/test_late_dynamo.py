@@ -48,11 +48,9 @@ class Weights(torch.optim.SGD):
 from torch.utils.checkpoint import checkpoint
 whole = torch.zeros(2, requires_grad=True)
 checkpoint(lambda x: (x.sin() * x).sum(), whole + 1, use_reentrant=False).backward()
-torch.empty(2, device="meta").normal_()
-torch.nn.functional.gelu(torch.empty(2, device="meta"))
 before = [shallow(disabled(allowed(torch.ones(2)))).tolist()]
 Weights([whole], lr=0.1).step()
-was_imported = "torch._dynamo" in sys.modules or "sympy" in sys.modules
+was_imported = "torch._dynamo" in sys.modules
 graphs = []
 
 def backend(graph, inputs):
