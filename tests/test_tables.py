@@ -11,6 +11,7 @@ from typing import Literal
 import pytest
 
 import lora_rocm
+from lora_rocm.commands.program_folders import FolderTable
 from lora_rocm.dataset.rows.loss_keys import LossKey
 from lora_rocm.dataset.sources.file_kinds import FileKinds
 from lora_rocm.device import torch_errors
@@ -34,6 +35,7 @@ from lora_rocm.planning.format_errors import FormatError
 from lora_rocm.recipe.foreign import ForeignTable
 from lora_rocm.recipe.optimizer_args import OptimizerArgTables as OptimizerArguments
 from lora_rocm.recipe.peer_names import PeerNames
+from lora_rocm.recipe.presets import PresetTable
 from lora_rocm.rules import (
     amd_rules,
     general_rules,
@@ -49,6 +51,7 @@ from tests.wording import saying
 
 PACKAGE = Path(lora_rocm.__file__).parent
 TABLES: dict[str, tuple[Callable[..., object], type, Functions]] = {
+    "commands/program_folders.toml": (read_table, FolderTable, {}),
     "dataset/sources/file_kinds.toml": (read_table, FileKinds, {}),
     "dataset/rows/loss_keys.toml": (read_rows, LossKey, {}),
     "device/torch_errors.toml": (read_table, torch_errors.Messages, {}),
@@ -73,6 +76,7 @@ TABLES: dict[str, tuple[Callable[..., object], type, Functions]] = {
     "recipe/foreign.toml": (read_table, ForeignTable, {}),
     "recipe/optimizer_args.toml": (read_table, OptimizerArguments, {}),
     "recipe/peer_names.toml": (read_table, PeerNames, {}),
+    "recipe/presets.toml": (read_table, PresetTable, {}),
     "rules/amd_rules.toml": (read_table, amd_rules.AmdTable, amd_rules.FUNCTIONS),
     "rules/general_rules.toml": (read_rows, MachineRule, general_rules.FUNCTIONS),
     "rules/harmful_values.toml": (read_rows, Harm, harmful_values.TESTS),

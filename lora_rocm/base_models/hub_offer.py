@@ -5,9 +5,8 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from huggingface_hub import constants, get_hf_file_metadata, get_token, hf_hub_url, model_info
+from huggingface_hub import ModelCardData, constants, get_hf_file_metadata, get_token, hf_hub_url, model_info
 
 from lora_rocm.base_models.hub import ANSWER_TIMEOUT_S, HUB_ID, answered, wanted_patterns
 from lora_rocm.errors import ModelError
@@ -79,9 +78,9 @@ def _is_granted(repo: str, names: Sequence[str]) -> bool:
     return True
 
 
-def _licence(card: Any) -> tuple[str, str]:
+def _licence(card: ModelCardData | None) -> tuple[str, str]:
     """Return name and address of the licence that a model card names."""
-    values: Mapping[str, Any] = card.to_dict() if hasattr(card, "to_dict") else {}
+    values: Mapping[str, object] = {} if card is None else vars(card)
     name, address = values.get("license_name") or values.get("license"), values.get("license_link")
     address = address if isinstance(address, str) and address.startswith("https://") else ""
     return (one_line(name)[:MAX_SHOWN] if isinstance(name, str) else ""), one_line(address)[:MAX_SHOWN]

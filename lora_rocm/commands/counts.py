@@ -9,7 +9,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from lora_rocm.commands.plan import counted_in_child
 from lora_rocm.model_files.hub_cache import PREFIX, hub_cache
@@ -19,7 +18,7 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.environment import plan as environment_plan
 from lora_rocm.rules.rule import Situation
 
-NOT_COUNTED: Mapping[str, Any] = {
+NOT_COUNTED: Mapping[str, bool | set[str]] = {
     "sample": True,
     "output": True,
     "timeouts": True,

@@ -15,7 +15,7 @@ from lora_rocm.model_files.hub_cache import snapshot_of
 from lora_rocm.processes.jobs import FetchJob, HubOffer, OfferJob
 from lora_rocm.processes.tool import ask, run_job
 
-LOOK_S = 0.5
+READING_S = 0.5
 """Time between two readings of the sizes of the files."""
 INCOMPLETE, SPARE_BYTES = ".incomplete", 1 << 28
 Advance = Callable[[int, int], None]
@@ -44,13 +44,13 @@ def download_base(offer: HubOffer, advance: Advance) -> Path:
     blobs = folder.parents[1] / "blobs"
     before, next_s = set(_incomplete(blobs)), [0.0]
 
-    def look() -> None:
+    def report_progress() -> None:
         if time.monotonic() >= next_s[0]:
-            next_s[0] = time.monotonic() + LOOK_S
+            next_s[0] = time.monotonic() + READING_S
             advance(_present(offer, folder, blobs, before), offer.num_bytes)
 
     try:
-        run_job(FetchJob(offer.repo, offer.patterns), os.environ, lambda event: None, look)
+        run_job(FetchJob(offer.repo, offer.patterns), os.environ, lambda event: None, report_progress)
     finally:
         for path in set(_incomplete(blobs)) - before:  # of this download, which nothing continues
             with contextlib.suppress(OSError):

