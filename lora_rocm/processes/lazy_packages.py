@@ -22,11 +22,8 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from lora_rocm.processes.late_dynamo import MODULES as OF_DYNAMO
-from lora_rocm.processes.late_dynamo import DynamoLoader
 from lora_rocm.processes.model_table import MODULE as MODEL_TABLE
 from lora_rocm.processes.model_table import use_kept_table
-from lora_rocm.processes.moved_imports import MOVED, MovingLoader
 
 PACKAGES = (
     "peft",
@@ -56,23 +53,14 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        loader = self._loader_of(fullname)
-        if loader is None:
+        if fullname != MODEL_TABLE and fullname not in self.packages:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is None or not isinstance(spec.loader, SourceFileLoader):
             return None
+        loader = _TableLoader if fullname == MODEL_TABLE else _Loader
         spec.loader = loader(spec.loader.name, spec.loader.path)
         return spec
-
-    def _loader_of(self, fullname: str) -> type[SourceFileLoader] | None:
-        if fullname == MODEL_TABLE:
-            return _TableLoader
-        if fullname in OF_DYNAMO:
-            return DynamoLoader
-        if fullname in MOVED:
-            return MovingLoader
-        return _Loader if fullname in self.packages else None
 
 
 class _TableLoader(SourceFileLoader):
