@@ -44,7 +44,7 @@ graphs.
 """
 LEAST_STEPS = 50
 PAUSES = (CanaryEvent, CheckpointEvent, PreviewEvent, ValidationEvent, WatchedEvent)
-"""Events at a step whose time, and the time of the next step, are not counted."""
+"""Events after a step. The times of this step and of the next one are not counted."""
 MAX_JSON_BYTES = 1 << 24
 MAX_NAME = 60
 GIB = 2**30
@@ -163,8 +163,7 @@ def measured_line(view: RunView, registry: FamilyRegistry = FAMILIES) -> Measure
             f"The first {WARM_UP} steps of a start, and steps with previews, checkpoints or held-out losses, are not "
             "timed.",
             where=str(run_dir.path),
-            fix=f"Train at least {WARM_UP + LEAST_STEPS} steps without a restart, with previews and checkpoints further "
-            "apart.",
+            fix=f"Train at least {WARM_UP + LEAST_STEPS} steps without a restart, with fewer previews and checkpoints.",
         )
     times = step_times(view.steps.real["step_s"][at] for at in timed)
     # The recipe and the machine
@@ -206,7 +205,9 @@ def steady_steps(view: RunView) -> list[int]:
     start, whole, real = view.last(StartEvent), view.steps.whole, view.steps.real
     if start is None:
         return []
-    paused = {event.updates + more for kind in PAUSES for event in view.all(kind) for more in (0, 1)}
+    paused = {
+        event.updates + more for event in view.log.in_order(*PAUSES) if isinstance(event, PAUSES) for more in (0, 1)
+    }
     troubled = {event.iteration for event in view.all(IncidentEvent)}
     own = [at for at, session in enumerate(whole["session"]) if session == start.session][WARM_UP:]
     return [

@@ -27,7 +27,7 @@ def write_measured_run(
     steps: int = 100,
     **start: Any,
 ) -> None:
-    """Write a run whose steady steps take 0.2 s, and its warm-up, previews and checkpoints longer."""
+    """Write a run with steps of 0.2 s. Steps of the warm-up, and steps with a preview or a checkpoint, take 9 s."""
     run_dir.create()
     source = run_dir.path / "source.yaml"
     source.write_text(RECIPE, encoding="utf-8")
