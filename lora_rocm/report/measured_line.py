@@ -13,7 +13,7 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 
 from lora_rocm.errors import MachineError, RecipeError, UserError
 from lora_rocm.families.registry import FAMILIES, FamilyRegistry
@@ -220,7 +220,7 @@ def steady_steps(view: RunView) -> list[int]:
 def speed_hash(recipe: Recipe) -> str:
     """Return a short hash of the recipe's values that change the speed of a step. Texts of the user are not in it."""
     document = recipe.model_dump(mode="json")
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for key in SPEED_KEYS:
         section, name = key.split(".")
         values[key] = document[section].get(name)
@@ -235,7 +235,7 @@ def speed_hash(recipe: Recipe) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode("ascii")).hexdigest()[:12]
 
 
-def _recipe_values(recipe: Recipe, start: StartEvent, recorded: Mapping[str, Any]) -> dict[str, str]:
+def _recipe_values(recipe: Recipe, start: StartEvent, recorded: Mapping[str, object]) -> dict[str, str]:
     train, runtime, texts = recipe.train, recipe.runtime, recipe.spec.trains_on_texts
     sources = recipe.data.resolved_sources()
     lengths = sorted({length for source in sources for length in source.lengths} - {1})
@@ -258,7 +258,7 @@ def _recipe_values(recipe: Recipe, start: StartEvent, recorded: Mapping[str, Any
     }
 
 
-def _machine_values(facts: HostFacts, start: StartEvent, recorded: Mapping[str, Any]) -> dict[str, str]:
+def _machine_values(facts: HostFacts, start: StartEvent, recorded: Mapping[str, object]) -> dict[str, str]:
     torch, private = facts.torch, private_of(os.environ, platform.node(), texts_in(dict(recorded)))
     gpu = _gpu(facts, start)
     name, memory_bytes = f"{CPU} ({facts.cpu})", facts.memory_bytes
@@ -310,7 +310,7 @@ def _system(facts: HostFacts) -> str:
     return f"Windows {facts.windows.build}" if facts.windows is not None else facts.system
 
 
-def _planned_attention(recorded: Mapping[str, Any]) -> str:
+def _planned_attention(recorded: Mapping[str, object]) -> str:
     """The attention backend that the run's start planned, or an empty text."""
     rows = recorded.get("settings")
     for row in rows if isinstance(rows, list) else ():
