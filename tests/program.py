@@ -194,7 +194,13 @@ def run_worker(
     return parent_worker._verdict(run_dir, code, killed=False, last=last, log_start=log_start)
 
 
-def run_tool(module: str, arguments: Sequence[str], env: Mapping[str, str], on_event: Callable[[Event], None]) -> int:
+def run_tool(
+    module: str,
+    arguments: Sequence[str],
+    env: Mapping[str, str],
+    on_event: Callable[[Event], None],
+    is_late: Callable[[], bool] = lambda: False,
+) -> int:
     """``children.run_tool``."""
     assert module == model_child.__name__
     code, events, log = _child(module, arguments)

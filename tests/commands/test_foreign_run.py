@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from ruamel.yaml import YAML
 
 from lora_rocm.cache_store.maintenance import holds_cache
-from lora_rocm.commands import chat as chat_command
+from lora_rocm.commands import chat_session
 from lora_rocm.families.registry import FAMILIES
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.paths import with_default_outputs
@@ -41,7 +41,7 @@ TRAIN_OR_ONLY_READ = {
     "commands.train", "commands.tune", "train.worker", "supervisor.choose_run_dir", "supervisor.run_recipe",
     "children.tracking", "report.report", "recipe.saved_recipe", "recipe.shipped", "commands.recipe_filling", "api",
     "commands.queue", "commands.queue_run", "supervisor.fork", "train.step_compiler", "memory.count_child",
-    "ui.image_set.reading",
+    "ui.image_set.reading", "ui.pages.run_fork", "recipe.presets",
 }  # fmt: skip
 """Modules that get a recipe that the user names, or write nothing that it decides."""
 
@@ -145,7 +145,7 @@ def test_of_a_run_of_texts(program: Program, tmp_path: Path, monkeypatch: pytest
     said = program.train("run")
     assert said.code == 0, said.text
     spoil(tmp_path / "run", tmp_path / "place")
-    monkeypatch.setattr(chat_command, "started", fake)
+    monkeypatch.setattr(chat_session, "started", fake)
     with nothing_written_but(tmp_path, "run", "merged"):
         for command in (
             ("export", "run", "--format", "merged", "--output", "merged"),

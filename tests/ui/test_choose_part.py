@@ -259,7 +259,7 @@ def test_a_language_model_has_its_own_words_and_formats(site: Site) -> None:
             cell.path.write_text("zibu" if is_equal else f"zibu {cell.updates}", encoding="utf-8")
         page = site.get("/choose/test", **RUN)
         assert (t("choose.same_text") in page) is is_equal
-        found = re.search(r'"pair": "([0-9a-f]{24})"', html.unescape(page))
+        found = re.search(r'id="pair" value="([0-9a-f]{24})"', html.unescape(page))
         assert found is not None
         site.client.post("/choose/click", params=RUN, data={"pair": found[1], "preferred": "first"})
         assert read_clicks(run_dir)[-1].preferred == preferred

@@ -171,10 +171,9 @@ def started(request: Request) -> Response:
         address = url("/runs/view", dir=ui.folders.name_of(launched.run_dir))
         return Response(headers={"HX-Redirect": address}) if is_fragment(request) else RedirectResponse(address, 303)
     file = query_of(request, "file")
-    here = request.url.path + "?" + request.url.query
     if is_fragment(request):
-        return fragment(request, STARTED, "waiting", launched=launched, file=file, here=here)
-    return page(request, STARTED, launched=launched, file=file, here=here)
+        return fragment(request, STARTED, "waiting", launched=launched, file=file)
+    return page(request, STARTED, launched=launched, file=file)
 
 
 ROUTES = [

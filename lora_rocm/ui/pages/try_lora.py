@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -20,7 +20,7 @@ from lora_rocm.ui.fields import fields_of, number_of, query_of
 from lora_rocm.ui.free_gpu import require_room, running_runs
 from lora_rocm.ui.pages import try_chat
 from lora_rocm.ui.part import Part
-from lora_rocm.ui.rendering import fragment, page, url
+from lora_rocm.ui.rendering import fragment, page
 from lora_rocm.ui.run_list import newest_runs
 
 if TYPE_CHECKING:
@@ -47,12 +47,12 @@ class TryRun:
 
 @dataclass(frozen=True)
 class ShownTry:
-    """A try of the history. picture, base: relative to the run. again: the address with its values."""
+    """A try of the history. picture, base: relative to the run. again: the query of the page with its values."""
 
     values: TryValues
     picture: str
     base: str
-    again: str
+    again: dict[str, object]
 
 
 def listed(request: Request) -> Response:
@@ -165,7 +165,8 @@ def _shown(found: TryRun) -> list[ShownTry]:
 
 def _shown_try(found: TryRun, each: Try) -> ShownTry:
     values = each.values
-    given: dict[str, Any] = {
+    given: dict[str, object] = {
+        "dir": found.name,
         "prompt": values.prompt,
         "negative": values.negative_prompt,
         "strength": f"{values.strength:g}",
@@ -175,7 +176,7 @@ def _shown_try(found: TryRun, each: Try) -> ShownTry:
         "file": values.updates,
     }
     picture, base = (path.relative_to(found.run_dir.path).as_posix() for path in (each.picture, each.base))
-    return ShownTry(values, picture, base, url("/try/run", dir=found.name, **given))
+    return ShownTry(values, picture, base, given)
 
 
 def _has_file(run_dir: RunDir) -> bool:
