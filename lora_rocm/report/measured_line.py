@@ -81,7 +81,7 @@ SPEED_KEYS = (
     *("model.family", "model.quantization"),
     *("data.bucket_step", "data.bucket_max_aspect", "data.enable_bucket", "data.max_length", "data.packing"),
     *("lora.type", "lora.rank", "lora.conv_rank", "lora.dropout", "lora.rank_dropout", "lora.module_dropout"),
-    *("lora.train_text_encoder", "lora.weight_dtype", "lora.train_norms", "lora.use_dora", "lora.factor"),
+    *("lora.weight_dtype", "lora.train_norms", "lora.use_dora", "lora.factor"),
     *("lora.decompose_both", "lora.scale_weight_norms", "optim.optimizer"),
     *("train.batch_size", "train.gradient_accumulation_steps", "train.mixed_precision"),
     *("train.gradient_checkpointing", "train.ema_decay"),
@@ -231,6 +231,7 @@ def speed_hash(recipe: Recipe) -> str:
     targets = recipe.lora.targets
     values["targets"] = targets if targets in PRESETS else "own"
     values["ranks"] = sorted(override.rank or 0 for override in recipe.lora.overrides)
+    values["trains_texts"] = recipe.lora.tokenises
     values["new_tokens"] = len(recipe.lora.new_tokens)
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode("ascii")).hexdigest()[:12]
 
