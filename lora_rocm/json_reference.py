@@ -25,12 +25,13 @@ from lora_rocm.commands.documents import InspectDocument
 from lora_rocm.commands.env import EnvResult
 from lora_rocm.commands.import_config import ImportResult
 from lora_rocm.commands.new import NewResult, RecipesResult
-from lora_rocm.commands.output import Failed, ForgetResult, ReportResult
+from lora_rocm.commands.output import Failed, ForgetResult
 from lora_rocm.commands.plan import PlanResult
 from lora_rocm.commands.prepare import PrepareResult
 from lora_rocm.commands.push import PushResult
 from lora_rocm.commands.queue import QueueResult
 from lora_rocm.commands.queue_run import QueueRunResult
+from lora_rocm.commands.report import ReportResult
 from lora_rocm.commands.runs import RunsResult
 from lora_rocm.commands.sample_export import ExportResult, SampleResult
 from lora_rocm.commands.start_run import RunResult

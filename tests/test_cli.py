@@ -89,7 +89,7 @@ COMMANDS: dict[str, set[str]] = {
     "status": {"RUN", "--runs-dir"},
     "runs": {"FOLDER", "--state", "--family", "--name", "--last", "--rename", "--archive", "--delete", "--dry-run"},
     "inspect": {"PATH"},
-    "report": {"RUN", "--runs-dir"},
+    "report": {"RUN", "--runs-dir", "--speed-line"},
     "doctor": {"--report", "--facts", "--quick"},
     "env": {"RECIPE", "--set", "--facts", "--shell", "--explain"},
     "forget": set(),

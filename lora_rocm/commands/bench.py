@@ -20,6 +20,7 @@ from lora_rocm.processes.jobs import ComputeJob, LoaderJob, RowsJob, TransferJob
 from lora_rocm.processes.row_runner import Row, fields_of, run_rows
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.report.measured_line import WARM_UP, step_times
 from lora_rocm.report.progress_bar import make_progress
 from lora_rocm.rules.environment import plan
 from lora_rocm.rules.this_machine import plan_here, situation_here
@@ -27,10 +28,6 @@ from lora_rocm.rundir.event_types import Event, LinkEvent, MachineEvent, StartEv
 from lora_rocm.rundir.events import current_steps, read_events
 from lora_rocm.supervisor import choose_run_dir, worker_process
 
-WARM_UP = 20
-"""Number of warm-up steps, which are not timed. During them, kernels are compiled, and common shapes are captured as
-graphs.
-"""
 ONLY_STEPS = (
     "train.epochs=null",
     "train.validation_every_n_steps=0",
@@ -204,14 +201,13 @@ def step_figures(steps: Sequence[StepEvent], samples: int) -> Row:
         steps: the ``step`` events.
         samples: number of samples per step.
     """
-    seconds = sorted(step.step_s for step in steps)
-    median_s = statistics.median(seconds)
+    times = step_times(step.step_s for step in steps)
     return {
-        "steps": len(seconds),
+        "steps": times.steps,
         "samples": samples,
-        "median_s": median_s,
-        "p95_s": seconds[-(-95 * len(seconds) // 100) - 1],
-        "samples_per_s": samples / median_s,
+        "median_s": times.median_s,
+        "p95_s": times.p95_s,
+        "samples_per_s": samples / times.median_s,
         "memory_bytes": max(step.memory_bytes for step in steps),
         "parts_s": {
             name: statistics.fmean(getattr(step, f"{name}_s") for step in steps) for name in bench_tables.PART_NAMES

@@ -27,7 +27,7 @@ def add_run_commands(app: typer.Typer) -> None:
         fork: "fork --step 500 --set optim.learning_rate=5e-5",
         status: "status\nstatus runs/my-20260101-120000 --json",
         runs: "runs --state finished --family sdxl --last 5",
-        report: "report",
+        report: "report\nreport runs/my-20260101-120000 --speed-line",
     }
     for handler, epilog in epilogs.items():
         app.command(cls=Command, rich_help_panel=RUNS, epilog=epilog)(handler)
@@ -111,12 +111,18 @@ def runs(
 
 
 @printed
-def report(output: Output, run: RunPath = None, runs_dir: RunsDir = DEFAULT_RUNS) -> int:
+def report(
+    output: Output,
+    run: RunPath = None,
+    runs_dir: RunsDir = DEFAULT_RUNS,
+    speed_line: Annotated[
+        bool, typer.Option("--speed-line", help="Print the measured s/it as a line for a public table.")
+    ] = False,
+) -> int:
     """Write report.html of a run, even while it is running."""
+    from lora_rocm.commands import report as command
     from lora_rocm.commands.newest import run_or_newest
-    from lora_rocm.commands.output import ReportResult
-    from lora_rocm.report.report import write_report
     from lora_rocm.supervisor.choose_run_dir import open_run
 
-    written = write_report(open_run(run_or_newest(run, runs_dir, output)))
-    return output.show(ReportResult(written), str(written))
+    found = command.report(open_run(run_or_newest(run, runs_dir, output)), speed_line=speed_line)
+    return output.show(found, command.render(found))

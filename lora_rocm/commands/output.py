@@ -82,13 +82,6 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class ReportResult:
-    """Result of ``lora-rocm report``. report: the written page."""
-
-    report: Path
-
-
-@dataclass(frozen=True)
 class ForgetResult:
     """Result of ``lora-rocm forget``. said: the mitigations that it has forgotten, as text."""
 

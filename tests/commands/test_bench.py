@@ -19,6 +19,7 @@ from lora_rocm.errors import RecipeError, WorkerDiedError
 from lora_rocm.hardware.facts import load_facts
 from lora_rocm.processes import row_runner
 from lora_rocm.recipe.load import load_recipe
+from lora_rocm.report.measured_line import WARM_UP
 from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.rundir.layout import RunDir
 from tests.command_line import command_line
@@ -293,7 +294,7 @@ def test_a_step_has_rate_peak_and_parts(worker: Any, capsys: Any, tmp_path: Path
     assert saved["rows"][0]["median_s"] == 0.2 and saved["machine"]["device"] == "CPU"
     recipe = load_recipe(tmp_path / "recipe.yaml").recipe
     assert recipe.model.name_or_path == "random:stabilityai/stable-diffusion-xl-base-1.0"
-    assert recipe.train.max_train_steps == bench.WARM_UP + 3 and not recipe.sample.prompts
+    assert recipe.train.max_train_steps == WARM_UP + 3 and not recipe.sample.prompts
     assert not runs[0].exists()
 
 

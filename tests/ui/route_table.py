@@ -20,6 +20,7 @@ from lora_rocm.ui.access import Access
 from lora_rocm.ui.application import create_app
 from lora_rocm.ui.context import UiContext
 from lora_rocm.ui.folders import Folders
+from tests.report.measured_run import write_measured_run
 from tests.supervisor.fake_run import RECIPE
 from tests.ui.drawn_grid import with_grid
 from tests.ui.image_folders import write_folder
@@ -91,9 +92,10 @@ def recorded_names(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 def fill(site: Site) -> None:
-    """Give the page's folder a run with pictures, images, a recipe and a queue."""
+    """Give the page's folder a run with pictures, a measured run, images, a recipe and a queue."""
     run_dir = site.run()
     with_grid(run_dir)
+    write_measured_run(site.run_dir("measured"))
     write_folder(site.folder / "pictures")
     (site.folder / "cat.yaml").write_text(RECIPE, encoding="utf-8")
     site.client.post("/queue/add", data={"recipe": "cat.yaml"})
@@ -104,6 +106,8 @@ def usual_fields(site: Site, path: str) -> dict[str, str]:
     part = path.split("/")[1]
     queued = [each.name for each in (site.folder / "queue").glob("*.yaml")]
     run = {"dir": "runs/a-run", "file": "samples/step-00000020/00.png", "step": "40", "field": "loss", "side": "first"}
+    if path == "/runs/speed":
+        return {"dir": "runs/measured"}
     values = {"prompt": "a zibu", "seed": "1", "steps": "2", "strength": "1"}
     if part == "images":
         text = {"recipe": "cat.yaml"} if path.startswith("/images/texts") else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,19 +10,23 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from lora_rocm.errors import UserError
+from lora_rocm.errors import LoraRocmError, UserError
 from lora_rocm.ui.context import UiContext, context_of
 from lora_rocm.ui.fields import text_of
 from lora_rocm.ui.machine_state import examined
 from lora_rocm.ui.part import Part
 from lora_rocm.ui.rendering import fragment, page
+from lora_rocm.ui.run_list import run_names
 
 if TYPE_CHECKING:
     from lora_rocm.cache_store.maintenance import CacheStats
+    from lora_rocm.report.measured_line import MeasuredLine
 
 TEMPLATE = "machine.html.j2"
 CACHE = Path("cache")
 REPORT = "lora-rocm-report.txt"
+SPEED_RUNS = 5
+"""Number of the newest runs that are tried for a measured speed."""
 
 
 def machine(request: Request) -> Response:
@@ -48,6 +53,12 @@ def report(request: Request) -> Response:
     return Response(content, media_type="text/plain; charset=utf-8", headers=headers)
 
 
+def speed(request: Request) -> Response:
+    """The measured speed of the newest run that has enough steps, as a line for a public table."""
+    run_name, found = _newest_speed(context_of(request))
+    return fragment(request, TEMPLATE, "speed", run_name=run_name, measured=found)
+
+
 async def add_folder(request: Request) -> Response:
     """Add a folder with files that the page may show."""
     context_of(request).folders.add(Path(await text_of(request, "folder")), "added")
@@ -59,6 +70,16 @@ async def forget(request: Request) -> Response:
     from lora_rocm.rules.this_machine import forget_here
 
     return fragment(request, TEMPLATE, "forgotten", said=forget_here().splitlines())
+
+
+def _newest_speed(ui: UiContext) -> tuple[str, MeasuredLine | None]:
+    """Return the name of a run for requests, and its line; an empty name and None if no newer run has a line."""
+    from lora_rocm.report.measured_line import measured_line
+
+    for name, _ in run_names(ui.folders, SPEED_RUNS):
+        with contextlib.suppress(LoraRocmError):  # the run's own page has the reason
+            return name, measured_line(ui.views.of(ui.folders.run(name)))
+    return "", None
 
 
 def _caches(ui: UiContext) -> CacheStats | None:
@@ -77,6 +98,7 @@ PART = Part(
         Route("/machine", machine),
         Route("/machine/findings", findings),
         Route("/machine/report", report),
+        Route("/machine/speed", speed),
         Route("/machine/folders", add_folder, methods=["POST"]),
         Route("/machine/forget", forget, methods=["POST"]),
     ],

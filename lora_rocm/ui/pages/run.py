@@ -139,6 +139,13 @@ def report(request: Request) -> Response:
     return FileResponse(path, media_type="text/html", content_disposition_type="inline", headers=headers)
 
 
+def speed(request: Request) -> Response:
+    """The measured speed as a line for a public table, shown before it is copied."""
+    from lora_rocm.report.measured_line import measured_line
+
+    return fragment(request, VIEW, "speed", measured=measured_line(context_of(request).views.of(_run(request))))
+
+
 def log(request: Request) -> Response:
     """The ends of the workers' logs."""
     return fragment(request, VIEW, "log", logs=logs_of(_run(request)))
@@ -253,6 +260,7 @@ PART = Part(
         Route("/runs/files", files),
         Route("/runs/download", download),
         Route("/runs/report", report),
+        Route("/runs/speed", speed),
         Route("/runs/log", log),
         Route("/runs/recipe", recipe),
         Route("/runs/size", size),

@@ -106,12 +106,14 @@ class CopyButton extends HTMLElement {
     button.type = "button";
     button.textContent = this.dataset.copy;
     button.addEventListener("click", async () => {
-      const text = this.previousElementSibling.textContent;
+      const source = this.previousElementSibling;
+      const text = source.textContent;
       try {
         await navigator.clipboard.writeText(text);
         button.textContent = this.dataset.copied;
       } catch {
-        getSelection().selectAllChildren(this.previousElementSibling);
+        if (source.select) source.select();
+        else getSelection().selectAllChildren(source);
         button.textContent = this.dataset.byHand;
       }
       setTimeout(() => { button.textContent = this.dataset.copy; }, 2000);
