@@ -27,7 +27,7 @@ HEALTHY = "tests/hosts/linux-rx7900xtx.json"
 COMMANDS: dict[str, set[str]] = {
     "": {"--version", "-V", "--install-completion", "--show-completion"},
     "recipes": set(),
-    "new": {"RECIPE", "--from", "--images", "--texts", "--model", "--card"},
+    "new": {"RECIPE", "--from", "--preset", "--images", "--texts", "--model", "--card"},
     "import": {"FILE", "--output", "--option", "--strict"},
     "train": {
         *("RECIPE", "--set", "--run-dir", "--runs-dir", "--cache-dir", "--resume", "--accept-changes", "--gpus"),

@@ -56,6 +56,8 @@ ALLOWED = {
     ("rundir.sample_losses", "begin", "truncate"): "its own open file",
     ("train.checkpoint", "_remove", "unlink"): "in a folder that is no link",
     ("train.worker", "main", "FileLock"): LOCK,
+    ("commands.hub_download", "download_base", "unlink"): "incomplete files of its own download in the hub's cache",
+    ("commands.lora_folders", "copy_lora", "unlink"): "its own incomplete copy, under a name that was free",
     ("ui.edits", "_only", "FileLock"): "in the program's own folder",
 }
 

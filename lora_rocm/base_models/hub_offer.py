@@ -12,7 +12,7 @@ from lora_rocm.base_models.hub import ANSWER_TIMEOUT_S, HUB_ID, answered, wanted
 from lora_rocm.errors import ModelError
 from lora_rocm.foundation.terminal_text import one_line
 from lora_rocm.model_files.hub_cache import snapshot_of
-from lora_rocm.processes.jobs import HubOffer, OfferedFile
+from lora_rocm.processes.hub_jobs import HubOffer, OfferedFile
 
 MAX_REPO_LETTERS, MAX_SHOWN = 200, 200
 

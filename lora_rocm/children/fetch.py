@@ -12,8 +12,9 @@ import sys
 from lora_rocm.base_models.hub import fetch
 from lora_rocm.base_models.hub_offer import offer
 from lora_rocm.errors import LoraRocmError
+from lora_rocm.processes.hub_jobs import Fetched, FetchJob, HubOffer, OfferJob
 from lora_rocm.processes.job_file import to_json
-from lora_rocm.processes.jobs import Fetched, FetchJob, HubOffer, OfferJob, job_of
+from lora_rocm.processes.jobs import job_of
 
 JOBS: tuple[type[OfferJob | FetchJob], ...] = (OfferJob, FetchJob)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from lora_rocm.errors import StorageError
 from lora_rocm.foundation.units import size_text
 from lora_rocm.model_files.hub_cache import snapshot_of
-from lora_rocm.processes.jobs import FetchJob, HubOffer, OfferJob
+from lora_rocm.processes.hub_jobs import FetchJob, HubOffer, OfferJob
 from lora_rocm.processes.tool import ask, run_job
 
 READING_S = 0.5

@@ -44,7 +44,7 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]
     monkeypatch.chdir(tmp_path)
     found: list[dict[str, Any]] = []
 
-    def run_tool(module: str, arguments: Sequence[str], env: dict[str, str], on_event: Any) -> int:
+    def run_tool(module: str, arguments: Sequence[str], env: dict[str, str], on_event: Any, is_late: Any) -> int:
         assert module == "lora_rocm.children.model_child" and env["PYTHONUTF8"] == "1"
         (path,) = map(Path, arguments)
         job = json.loads(path.read_bytes())

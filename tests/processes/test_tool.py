@@ -218,4 +218,4 @@ def test_only_modules_that_watch_their_input_themselves_are_left_alone() -> None
     """The worker saves before it leaves, a tracker sends what is waiting, and the others work from their input."""
     package = Path(tool.__file__).parents[1]
     own = {path.stem for path in package.rglob("*.py") if "reads_input=True" in path.read_text(encoding="utf-8")}
-    assert own == {"worker_process", "trackers", "chat", "kernel_processes", "footprint_process"}
+    assert own == {"worker_process", "trackers", "chat_session", "kernel_processes", "footprint_process"}

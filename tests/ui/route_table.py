@@ -113,7 +113,8 @@ def usual_fields(site: Site, path: str) -> dict[str, str]:
         text = {"recipe": "cat.yaml"} if path.startswith("/images/texts") else {}
         return {"dir": "pictures", "file": "image 0.png", "name": "image 0.png", "purpose": "alike", **text}
     if part == "recipe":
-        return {"file": "cat.yaml", "text": RECIPE, "version": "x", "name": "new-name", "dir": "runs/a-run"}
+        model = {"key": "name_or_path", "words": "a", "repo": "nobody/nothing"}
+        return {"file": "cat.yaml", "text": RECIPE, "version": "x", "name": "new-name", "dir": "runs/a-run", **model}
     if part == "queue":
         return {"file": (queued or ["none"])[0], "text": RECIPE, "version": "x", "recipe": "cat.yaml", "to": "0"}
     return {**run, **values, "name": "new-name"} | ({"file": "lora.safetensors"} if path == "/runs/download" else {})

@@ -11,7 +11,7 @@ import pytest
 
 from lora_rocm.commands import hub_download
 from lora_rocm.errors import ModelError, StoppedError
-from lora_rocm.processes.jobs import HubOffer, OfferedFile
+from lora_rocm.processes.hub_jobs import HubOffer, OfferedFile
 from lora_rocm.ui.pages import recipe_models
 from tests.commands.test_base_candidates import vae, weights
 from tests.ui.site import Site, code_of

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lora_rocm.commands import hub_download
-from lora_rocm.processes.jobs import HubOffer
+from lora_rocm.processes.hub_jobs import HubOffer
 from lora_rocm.ui.pages import recipe_models
 from tests.commands.test_base_candidates import vae, weights
 from tests.ui.browser.conftest import Tab
