@@ -55,7 +55,7 @@ def answer(request: dict[str, object], earlier: int, stopped: threading.Event) -
     prompt, sides = str(request["prompt"]), request["sides"]
     assert isinstance(sides, list)
     if prompt == "DIE":
-        emit("written", side="base", text="half of an ans")
+        emit("written", side="base", text="half of a sentence")
         os._exit(9)
     if prompt == "HANG":
         time.sleep(600)
