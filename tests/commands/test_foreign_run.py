@@ -41,7 +41,7 @@ TRAIN_OR_ONLY_READ = {
     "commands.train", "commands.tune", "train.worker", "supervisor.choose_run_dir", "supervisor.run_recipe",
     "children.tracking", "report.report", "recipe.saved_recipe", "recipe.shipped", "commands.recipe_filling", "api",
     "commands.queue", "commands.queue_run", "supervisor.fork", "train.step_compiler", "memory.count_child",
-    "ui.image_set.reading", "ui.pages.run_fork", "recipe.presets",
+    "ui.image_set.reading", "ui.pages.run_fork", "recipe.presets", "report.measured_line",
 }  # fmt: skip
 """Modules that get a recipe that the user names, or write nothing that it decides."""
 
