@@ -19,7 +19,7 @@ from lora_rocm.ui.context import UiContext, context_of
 from lora_rocm.ui.live import offsets_of
 from lora_rocm.ui.pages import choose, image_part, machine, queue, recipe, run, start, try_lora
 from lora_rocm.ui.part import Part
-from lora_rocm.ui.rendering import problem, require_templates
+from lora_rocm.ui.rendering import problem
 from lora_rocm.ui.security import RequestGuard
 
 STATIC = Path(__file__).with_name("static")
@@ -53,11 +53,7 @@ def create_app(context: UiContext, host: str = "127.0.0.1") -> RequestGuard:
     Args:
         context: the values that the handlers share.
         host: the value of ``--host``.
-
-    Raises:
-        UnknownTextError: a text of the page is missing.
     """
-    require_templates()
     context.parts = PARTS
     routes: list[BaseRoute] = [route for part in PARTS for route in part.routes]
     routes += [Route("/live", live_stream), Mount("/static", StaticFolder(directory=STATIC, packages=SHARED))]

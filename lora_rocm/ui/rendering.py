@@ -7,14 +7,13 @@ from functools import cache
 from pathlib import Path
 from urllib.parse import urlencode
 
-from jinja2 import Environment, nodes
+from jinja2 import Environment
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
 from lora_rocm.commands.output import Failure
 from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, UserError
 from lora_rocm.page_parts.rendering import legible_value, new_environment
-from lora_rocm.page_parts.texts import require_texts
 from lora_rocm.ui.context import context_of
 from lora_rocm.ui.edits import EditConflict
 
@@ -42,26 +41,6 @@ def environment() -> Environment:
     made = new_environment(TEMPLATES, legible_value)
     made.globals["url"] = url
     return made
-
-
-def require_templates() -> None:
-    """Check that every template can be read, and that every text that it names exists.
-
-    Raises:
-        UnknownTextError: a text is missing.
-    """
-    keys, prefixes = set[str](), set[str]()
-    for name in environment().list_templates():
-        source = environment().loader.get_source(environment(), name)[0]  # type: ignore[union-attr]
-        for call in environment().parse(source).find_all(nodes.Call):
-            if not (isinstance(call.node, nodes.Name) and call.node.name == "t" and call.args):
-                continue
-            first = call.args[0]
-            if isinstance(first, nodes.Const):
-                keys.add(str(first.value))
-            elif isinstance(first, nodes.Concat) and isinstance(first.nodes[0], nodes.Const):
-                prefixes.add(str(first.nodes[0].value))
-    require_texts(keys, prefixes)
 
 
 def page(request: Request, template: str, http_status: int = 200, **values: object) -> HTMLResponse:

@@ -65,6 +65,7 @@ def test_only_what_a_count_depends_on_is_counted_again(path: Path, monkeypatch: 
     assert not counts.knows(first, situation, True)
 
 
+@pytest.mark.slow
 def test_a_count_is_the_same_after_these_changes(path: Path) -> None:
     """All keys that a count does not depend on, changed at once."""
     from lora_rocm.children.plan import _counted

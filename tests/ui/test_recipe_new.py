@@ -55,6 +55,7 @@ def test_values_of_a_preset_are_filled_in(site: Site) -> None:
     assert "lora.rank" in text and load_recipe(Path("fine.yaml")).recipe.lora.rank == 32
 
 
+@pytest.mark.slow
 def test_images_are_read_and_each_value_has_its_reason(site: Site) -> None:
     from PIL import Image
 

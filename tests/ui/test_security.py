@@ -23,6 +23,8 @@ CHANGING = [
     route.path for part in PARTS for route in part.routes if isinstance(route, Route) and "POST" in route.methods
 ]
 READING = [route.path for part in PARTS for route in part.routes if isinstance(route, Route) and "GET" in route.methods]
+OF_RUNS = [path for path in READING if path.split("/")[1] in ("", "runs", "choose", "try", "machine")]
+"""Addresses that read runs."""
 
 
 def test_nobody_gets_in_without_the_link(site: Site) -> None:
@@ -158,7 +160,7 @@ def test_a_link_out_is_refused_and_one_inside_is_followed(tmp_path: Path) -> Non
 def test_a_hostile_run_is_shown_as_text(write: object, site: Site) -> None:
     run_dir = site.run_dir("hostile")
     write(run_dir)  # type: ignore[operator]
-    for path in READING:
+    for path in OF_RUNS:
         answer = site.client.get(path, params={"dir": "runs/hostile"})
         assert answer.status_code < 500 or code_of(answer.text) not in ("", "page-failed"), f"{path}: {answer.text}"
         assert SCRIPT not in answer.text and IMAGE not in answer.text and TURNED not in answer.text
@@ -180,7 +182,7 @@ def test_no_file_outside_is_served_by_a_link_in_a_run(site: Site, tmp_path: Path
     secret.write_text("the secret", encoding="utf-8")
     run_dir = site.run_dir("linked")
     with_links_out(run_dir, secret)
-    for path in READING:
+    for path in OF_RUNS:
         for file in ("", "samples/step-00000020/00.png", "report.html", "../../../secret.txt", str(secret)):
             answer = site.client.get(path, params={"dir": "runs/linked", "file": file})
             assert "the secret" not in answer.text, (path, file)

@@ -20,7 +20,7 @@ from tests.supervisor.fake_run import write_whole_run
 REQUIRED = "LORA_ROCM_REQUIRE_BROWSER"
 AXE = Path(__file__).parents[1] / "vendored" / "axe.min.js"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-TIMEOUT_MS = 10_000
+TIMEOUT_MS = 30_000
 
 
 @dataclass

@@ -59,6 +59,7 @@ def test_captions_are_edited_by_keyboard(tab: Tab, folder: Path) -> None:
     page.locator(".tile-caption", has_text="woman, smile").wait_for()
 
 
+@pytest.mark.slow
 def test_a_conflict_keeps_the_text(tab: Tab, folder: Path) -> None:
     page = open_folder(tab)
     page.locator(".image-tile").first.click()
@@ -94,6 +95,7 @@ def test_many_captions_are_changed(tab: Tab, folder: Path) -> None:
     assert (folder / "image 1.txt").read_text(encoding="utf-8") == "woman, smile, outdoors"
 
 
+@pytest.mark.slow
 def test_a_mask_is_painted_and_a_crop_drawn_by_keyboard(tab: Tab, folder: Path) -> None:
     page = open_folder(tab)
     page.locator(".image-tile").first.click()

@@ -57,6 +57,7 @@ def test_a_model_is_found_searched_and_used(tab: Tab, recipe: Path) -> None:
     assert "painterly base" in page.locator("#recipe-text").input_value()
 
 
+@pytest.mark.slow
 def test_a_model_is_downloaded_for_a_new_recipe(tab: Tab, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go: list[bool] = []
 

@@ -69,6 +69,7 @@ def test_two_recipes_are_added_ordered_run_and_finished(tab: Tab, monkeypatch: p
     page.locator("h1", has_text="q-").wait_for()
 
 
+@pytest.mark.slow
 def test_a_recipe_is_edited_in_the_queue(tab: Tab) -> None:
     queue = recipes(tab, RECIPE)
     page = tab.open("/queue")

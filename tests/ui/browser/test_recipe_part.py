@@ -23,6 +23,7 @@ def recipe(tab: Tab, request: pytest.FixtureRequest) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_recipe_is_accessible_and_fits(tab: Tab, recipe: Path) -> None:
     page = tab.open(f"/recipe/edit?file={recipe.name}")
     for view in ("Usual keys", "All keys"):
@@ -99,6 +100,7 @@ def test_a_hand_edit_appears_and_a_conflict_is_shown(tab: Tab, recipe: Path) -> 
     tab.faults.clear()  # the browser reports the status 409
 
 
+@pytest.mark.slow
 def test_a_preset_and_a_dropped_configuration_become_recipes(tab: Tab) -> None:
     page = tab.open("/recipe/new")
     assert tab.axe() == []

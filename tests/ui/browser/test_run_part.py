@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 
+import pytest
+
 from lora_rocm.rundir.events import EventWriter
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.lock import locked
@@ -68,6 +70,7 @@ def test_two_runs_are_drawn_over_each_other(tab: Tab) -> None:
     page.locator(".u-legend .u-label", has_text="two").wait_for()
 
 
+@pytest.mark.slow
 def test_previews_files_recipe_and_log_are_there(tab: Tab) -> None:
     run_dir = tab.run("whole")
     run_dir.worker_log.write_text("a line of the log", encoding="utf-8")
