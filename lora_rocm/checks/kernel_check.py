@@ -8,7 +8,6 @@ until its code, the libraries, the driver or the GPU change.
 
 from __future__ import annotations
 
-import inspect
 import subprocess
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from lora_rocm.checks.kernel_proof import Proof
+from lora_rocm.checks.kernel_proof import Proof, source_of
 from lora_rocm.checks.selftest_base import Check, WrongAnswerError, poison
 from lora_rocm.checks.selftest_base import first_wrong as first_wrong_of
 from lora_rocm.device.torch_errors import device_fault, out_of_memory
@@ -454,7 +453,7 @@ def cases_for(kernels: Collection[str] | None, dtype: torch.dtype) -> tuple[Case
 def proof_of(case: Case | ExactCase, dtype: torch.dtype) -> Proof:
     """Return the record for a case. It is invalid after the kernel, its plain implementation or the check changes."""
     run = case.run.func if isinstance(case.run, partial) else case.run
-    code = [inspect.getsource(part) for part in (run, _near, _exact, _KernelInputs, poison)]
+    code = [source_of(part) for part in (run, _near, _exact, _KernelInputs, poison)]
     told = [str(case), *code, repr(TOLERANCE[dtype]), repr(getattr(case, "mean", 0.0))]
     return Proof(dtype, "\n".join(told), [case.kernel.partition(".")[0]])
 

@@ -181,10 +181,12 @@ class KernelCompilers:
                 return
             self._children.append(child)
         if step is not None:
-            is_alive = self._compiled(child, step)
-            with self._changed:
-                self._num_steps_left -= 1
-                self._changed.notify_all()
+            try:
+                is_alive = self._compiled(child, step)
+            finally:  # a start does not wait for a thread that has ended
+                with self._changed:
+                    self._num_steps_left -= 1
+                    self._changed.notify_all()
             if not is_alive:
                 return
         while (name := self._next()) is not None:

@@ -5,10 +5,12 @@ A record is valid until the code, the libraries, the driver, the GPU or relevant
 
 from __future__ import annotations
 
-import ast
 import hashlib
+import inspect
 import os
-from collections.abc import Iterable, Mapping
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -24,6 +26,8 @@ from lora_rocm.hardware.software_stack import STACK
 from lora_rocm.kernels.backend import triton_version
 
 KERNELS = Path(kernels.__file__).parent
+IMPORT = re.compile(r"^\s*from\s+[\w.]*?(\w+)\s+import\s+(\([^)]*\)|[^\n]*)", re.MULTILINE)
+"""An import: the module's last name, and what is imported."""
 
 
 class Proof:
@@ -91,8 +95,21 @@ def with_imported(folder: Path, module: str) -> frozenset[Path]:
         if path in found or not path.is_file():
             continue
         found.add(path)
-        for node in ast.walk(ast.parse(path.read_bytes())):
-            if isinstance(node, ast.ImportFrom) and node.module is not None:
-                names = [node.module.rpartition(".")[2], *(alias.name for alias in node.names)]
-                waiting += [folder / f"{name}.py" for name in names]
+        for module_name, imported in IMPORT.findall(path.read_text(encoding="utf-8")):
+            waiting += [folder / f"{name}.py" for name in (module_name, *re.findall(r"\w+", imported))]
     return frozenset(found)
+
+
+def source_of(part: Callable[..., object]) -> str:
+    """Return the source of a function or class.
+
+    Threads call it. It makes no syntax tree, as ``inspect.getsource`` does for a class: in CPython 3.11, two threads
+    that do this raise SystemError (github.com/python/cpython/issues/106905).
+    """
+    if not inspect.isclass(part):
+        return inspect.getsource(part)
+    lines = inspect.getsource(sys.modules[part.__module__]).splitlines(keepends=True)
+    begin = next(number for number, line in enumerate(lines) if re.match(rf"class {part.__name__}\b", line))
+    while lines[begin - 1].startswith("@"):
+        begin -= 1
+    return "".join(inspect.getblock(lines[begin:]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +17,7 @@ import torch
 triton = pytest.importorskip("triton")
 from triton.runtime.driver import driver  # noqa: E402
 
-from lora_rocm.checks import kernel_processes  # noqa: E402
+from lora_rocm.checks import kernel_check, kernel_processes, kernel_proof  # noqa: E402
 from lora_rocm.checks.kernel_check import FINGERPRINTS, LARGE, SMALL, cases_for, launched, proof_of  # noqa: E402
 from lora_rocm.checks.kernel_choice import choose, compiled_here  # noqa: E402
 from lora_rocm.checks.kernel_compiler import NoDevice  # noqa: E402
@@ -249,3 +251,23 @@ def test_unreadable_names_are_learned_again() -> None:
 def test_names_of_cases_are_different() -> None:
     names = [str(case) for case in cases_for(None, torch.float16)]
     assert len(names) == len({*names}) and all(name.isascii() and "\n" not in name for name in names)
+
+
+def test_a_proof_needs_no_syntax_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several threads ask for proofs, and CPython 3.11 makes a syntax tree in one thread at a time only."""
+
+    def refused(*given: object, **how: object) -> None:
+        raise AssertionError("a syntax tree is made in a thread")
+
+    monkeypatch.setattr(ast, "parse", refused)
+    kernel_proof.with_imported.cache_clear()
+    assert (
+        len([kernel_check.proof_of(case, torch.float16) for case in kernel_check.cases_for(None, torch.float16)]) > 20
+    )
+    with pytest.raises(AssertionError):  # the control: what would be noticed
+        inspect.getsource(kernel_check._KernelInputs)
+
+
+def test_the_source_of_a_class_has_its_decorators_and_no_more() -> None:
+    for part in (kernel_check._KernelInputs, kernel_check.proof_of, kernel_proof.Proof):
+        assert kernel_proof.source_of(part) == inspect.getsource(part)

@@ -197,6 +197,19 @@ def test_names_arrive_and_their_cases_are_compiled(started: Callable[..., Kernel
     assert compilers._num_steps_left == 0 and len(compilers._children) == 2
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_fails_is_not_waited_for(
+    started: Callable[..., KernelCompilers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(kernels: object, dtype: object) -> None:
+        raise SystemError
+
+    monkeypatch.setattr(kernel_processes, "unproven_cases", fails)
+    compilers = started(ANSWERS)
+    compilers.wait_for_step(lambda: None)
+    assert compilers._num_steps_left == 0
+
+
 def test_a_process_that_ends_is_not_waited_for(started: Callable[..., KernelCompilers]) -> None:
     began = time.monotonic()
     compilers = started(ENDS)
