@@ -27,7 +27,7 @@ from lora_rocm.kernels.backend import triton_version
 
 KERNELS = Path(kernels.__file__).parent
 IMPORT = re.compile(r"^\s*from\s+[\w.]*?(\w+)\s+import\s+(\([^)]*\)|[^\n]*)", re.MULTILINE)
-"""An import: the module's last name, and what is imported."""
+"""An import: the last name of a module, and the imported names."""
 
 
 class Proof:
