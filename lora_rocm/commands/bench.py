@@ -105,14 +105,17 @@ def finish(output: Output, measure: Callable[[], BenchResult], path: Path | None
     return code
 
 
-def transfer() -> BenchResult:
+def transfer(notify: Notify = unheard) -> BenchResult:
     """Measure copies between host and GPU.
+
+    Args:
+        notify: receives the number of measurements after each one. If it raises an error, the child process is killed.
 
     Raises:
         LoraRocmError: the child process could not start.
     """
     found = Measured()
-    _measure(TransferJob(), plan_here().applied_to(os.environ), found)
+    _measure(TransferJob(), plan_here().applied_to(os.environ), found, notify=notify)
     return _result("transfer", found)
 
 
@@ -231,7 +234,9 @@ def loader(recipe_path: str, overrides: Sequence[str] = (), notify: Notify = unh
     return _result("loader", found, recipe)
 
 
-def _measure(job: RowsJob, env: Mapping[str, str], found: Measured, variant: str = "") -> None:
+def _measure(
+    job: RowsJob, env: Mapping[str, str], found: Measured, variant: str = "", notify: Notify = unheard
+) -> None:
     """Measure all rows of a job and add them to ``found``.
 
     If the child process dies, a new one continues with the next row.
@@ -246,6 +251,7 @@ def _measure(job: RowsJob, env: Mapping[str, str], found: Measured, variant: str
 
     def on_row(row: Row) -> None:
         found.rows.append({**row, "variant": variant})
+        notify(f"Measurements: {len(found.rows)}")
 
     run_rows(job, env, on_row, on_event)
 

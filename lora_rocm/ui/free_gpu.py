@@ -40,6 +40,18 @@ def require_room(folders: Folders, wanted: RunDir) -> None:
             raise _no_room(run_dir)
 
 
+def require_no_training(folders: Folders) -> None:
+    """Check that no run trains now, because a test of the GPU would slow it down.
+
+    Raises:
+        UserError: no-test-while-training: a run does.
+    """
+    for run_dir in running_runs(folders):
+        what = "A run is training, and a test would slow it down."
+        fix = "Wait until it ends, or stop it: it continues later from its last checkpoint."
+        raise UserError("no-test-while-training", what, where=str(run_dir.path), fix=fix)
+
+
 def _no_room(run_dir: RunDir) -> UserError:
     what = "A run is training, and there is no room for a second model next to it."
     fix = "Wait until it ends, or stop it: it continues later from its last checkpoint."

@@ -14,6 +14,7 @@ from lora_rocm.errors import LoraRocmError, UserError
 from lora_rocm.ui.context import UiContext, context_of
 from lora_rocm.ui.fields import text_of
 from lora_rocm.ui.machine_state import examined
+from lora_rocm.ui.pages import machine_tests
 from lora_rocm.ui.part import Part
 from lora_rocm.ui.rendering import fragment, page
 from lora_rocm.ui.run_list import run_names
@@ -101,5 +102,6 @@ PART = Part(
         Route("/machine/speed", speed),
         Route("/machine/folders", add_folder, methods=["POST"]),
         Route("/machine/forget", forget, methods=["POST"]),
+        *machine_tests.ROUTES,
     ],
 )
