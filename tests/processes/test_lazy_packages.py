@@ -100,7 +100,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("home")
 
 
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=pytest.mark.slow if each == "flux" else ()) for each in OTHERS]
+)
 def test_a_worker_imports_what_its_run_uses(family: str, home: Path) -> None:
     modules = started(family, "postponed", home)["modules"]
     assert found_in(modules, (*FORBIDDEN, *OTHERS[family])) == []
