@@ -38,16 +38,3 @@ def t(key: str, /, **values: object) -> str:
     if text is None:
         raise UnknownTextError(f"texts.toml has no text {key!r}")
     return text.format(**values) if values else text
-
-
-def require_texts(keys: set[str], prefixes: set[str]) -> None:
-    """Check that every key has a text, and that every prefix of computed keys has at least one.
-
-    Raises:
-        UnknownTextError: a text is missing. It is raised when the server starts, not when a user opens a page.
-    """
-    known = texts()
-    missing = sorted(keys - known.keys())
-    missing += [f"{prefix}*" for prefix in sorted(prefixes) if not any(key.startswith(prefix) for key in known)]
-    if missing:
-        raise UnknownTextError(f"texts.toml has no text for: {', '.join(missing)}")

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lora_rocm.dataset.sources.folders import TABLE_SUFFIXES
-from lora_rocm.errors import LoraRocmError, UserError
-from lora_rocm.foundation.files import file_exists, holds, write_atomic
+from lora_rocm.errors import UserError
 from lora_rocm.foundation.json_text import BadJson, NoJson, parse_json
-from lora_rocm.foundation.terminal_text import legible
 from lora_rocm.foundation.units import size_text
 from lora_rocm.page_parts.texts import t
-from lora_rocm.ui.image_set.uploads import MAX_NAME_BYTES, WRITING, Received, plain_name
+from lora_rocm.ui.image_set.uploads import Received, plain_name, received, write_new
 
 MAX_TABLE_BYTES = 1 << 28
 OF_LINES = (".jsonl", ".ndjson")
@@ -28,16 +26,10 @@ def receive_tables(folder: Path, files: Iterable[tuple[str, BinaryIO]]) -> Recei
         folder: the folder.
         files: name, as the browser sends it, and content of each file.
     """
-    saved, refused = list[str](), list[tuple[str, str]]()
-    for name, file in files:
-        try:
-            saved.append(_received(folder, name, file))
-        except LoraRocmError as error:
-            refused.append((legible(name)[:MAX_NAME_BYTES], error.what))
-    return Received(tuple(saved), tuple(refused))
+    return received(files, lambda name, file: _saved(folder, name, file))
 
 
-def _received(folder: Path, name: str, file: BinaryIO) -> str:
+def _saved(folder: Path, name: str, file: BinaryIO) -> str:
     plain = plain_name(name)
     suffix = os.path.splitext(plain)[1].lower()
     if suffix not in TABLE_SUFFIXES:
@@ -47,13 +39,7 @@ def _received(folder: Path, name: str, file: BinaryIO) -> str:
         raise _refused(t("texts.refused_size", size=size_text(MAX_TABLE_BYTES)))
     if suffix in OF_TEXT:
         _require_rows(content, suffix)
-    path = folder / plain
-    with WRITING:  # no other request may create the file after this check
-        if os.path.lexists(path):
-            if path.is_file() and holds(path, content):
-                return plain  # the same file again: its recipe can be made now
-            raise file_exists(path)
-        write_atomic(path, content)
+    write_new(folder / plain, content)  # of the same file again, the recipe can be made now
     return plain
 
 

@@ -167,9 +167,7 @@ def test_a_killed_process_is_not_waited_for(compilers: KernelCompilers) -> None:
     assert compilers.finished == 0 and not compilers._waiting
 
 
-def test_without_a_gpu_the_comparison_compiles_all() -> None:
-    """Triton's driver cannot start here, as where a C compiler is missing."""
-    made = KernelCompilers(BF16, 2, step=STEP)
+def assert_it_compiles_nothing(made: KernelCompilers) -> None:
     made.add(CASES)
     for case in CASES:
         made.wait(case, lambda: pytest.fail("it waits for nobody"))
@@ -180,6 +178,12 @@ def test_without_a_gpu_the_comparison_compiles_all() -> None:
     made.wait_for_step(lambda: pytest.fail("it waits for nobody"))
     made.close()
     assert not made._children and made.finished == 0
+
+
+def test_without_a_gpu_the_comparison_compiles_all() -> None:
+    """Triton's driver cannot start here, as where a C compiler is missing."""
+    made = KernelCompilers(BF16, 2, step=STEP)
+    assert_it_compiles_nothing(made)
 
 
 def test_where_no_process_can_start_the_comparison_compiles_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,16 +192,7 @@ def test_where_no_process_can_start_the_comparison_compiles_all(monkeypatch: pyt
 
     monkeypatch.setattr(kernel_processes, "heavy_command", refused)
     made = KernelCompilers(BF16, 2, lambda: TARGET, step=STEP)
-    made.add(CASES)
-    for case in CASES:
-        made.wait(case, lambda: pytest.fail("it waits for nobody"))
-    made._starting.join()
-    for thread in made._threads:
-        if thread.ident is not None:
-            thread.join(0.2)
-    made.wait_for_step(lambda: pytest.fail("it waits for nobody"))
-    made.close()
-    assert not made._children and made.finished == 0
+    assert_it_compiles_nothing(made)
 
 
 @pytest.mark.parametrize(

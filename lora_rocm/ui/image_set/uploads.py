@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -40,16 +40,36 @@ def receive(folder: Path, files: Iterable[tuple[str, BinaryIO]]) -> Received:
     Returns:
         Which files were saved, and why the others were not.
     """
+    return received(files, lambda name, file: _saved(folder, name, file))
+
+
+def received(files: Iterable[tuple[str, BinaryIO]], save: Callable[[str, BinaryIO], str]) -> Received:
+    """Save each file by ``save``, which returns the name of the new file or raises why there is none."""
     saved, refused = list[str](), list[tuple[str, str]]()
     for name, file in files:
         try:
-            saved.append(_received(folder, name, file))
+            saved.append(save(name, file))
         except LoraRocmError as error:
             refused.append((legible(name)[:MAX_NAME_BYTES], error.what))
     return Received(tuple(saved), tuple(refused))
 
 
-def _received(folder: Path, name: str, file: BinaryIO) -> str:
+def write_new(path: Path, content: bytes) -> bool:
+    """Write a file that does not exist yet. Return False if it exists with the same content.
+
+    Raises:
+        UserError: file-exists: it exists with other content.
+    """
+    with WRITING:  # no other request may create the file after this check
+        if os.path.lexists(path):
+            if path.is_file() and holds(path, content):
+                return False
+            raise file_exists(path)
+        write_atomic(path, content)
+    return True
+
+
+def _saved(folder: Path, name: str, file: BinaryIO) -> str:
     plain = usable_name(name)
     stem, suffix = os.path.splitext(plain)
     is_text = suffix.lower() in CAPTION_SUFFIXES
@@ -69,14 +89,8 @@ def _received(folder: Path, name: str, file: BinaryIO) -> str:
         raise _refused("upload-refused", "It is not UTF-8 text.") from None
     except UnreadableImage as error:
         raise _refused("upload-refused", f"It cannot be read as an image: {error}.") from error
-    path = folder / plain
-    with WRITING:  # no other request may create the file after this check
-        if os.path.lexists(path):
-            same = path.is_file() and holds(path, content)
-            raise (
-                _refused("upload-refused", "It is there already, with the same content.") if same else file_exists(path)
-            )
-        write_atomic(path, content)
+    if not write_new(folder / plain, content):
+        raise _refused("upload-refused", "It is there already, with the same content.")
     return plain
 
 
