@@ -17,7 +17,6 @@ export class ChartElement extends HTMLElement {
   connectedCallback() {
     this.box = document.createElement("div");
     this.box.className = "chart";
-    this.box.setAttribute("role", "img");
     this.append(this.box);
     this.listen(document.body, "theme", () => this.draw());
     this.listen(matchMedia("(prefers-color-scheme: dark)"), "change", () => this.draw());
@@ -43,6 +42,16 @@ export class ChartElement extends HTMLElement {
     this.draw();
   }
 
+  /** Make the box an image that these words describe. Both at once: an image without words is nothing to a screen reader. */
+  describe(words) {
+    if (!words) {
+      this.box.removeAttribute("role");
+      return;
+    }
+    this.box.setAttribute("aria-label", words);
+    this.box.setAttribute("role", "img");
+  }
+
   color(name) {
     return getComputedStyle(this).getPropertyValue(name).trim();
   }
@@ -62,12 +71,12 @@ export class ChartElement extends HTMLElement {
     const { title, xLabel, lines, empty = "", isLog = false, legend = true, onDraw } = this.chart;
     if (!lines[0]?.x.length) {
       this.box.textContent = empty;
-      this.box.setAttribute("aria-label", empty);
+      this.describe(empty);
       return;
     }
     this.box.textContent = "";
     const named = lines[this.chart.named ?? 0];
-    this.box.setAttribute("aria-label", `${title}: ${named.y.at(-1)?.toPrecision(4)} (${xLabel} ${named.x.at(-1)})`);
+    this.describe(`${title}: ${named.y.at(-1)?.toPrecision(4)} (${xLabel} ${named.x.at(-1)})`);
     const edge = { stroke: this.color("--line"), width: 1 };
     const axis = { stroke: this.color("--soft"), grid: edge, ticks: edge };
     const series = lines.map(({ label, kind, x }) => {

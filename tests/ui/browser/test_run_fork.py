@@ -27,7 +27,12 @@ def test_a_run_is_forked_from_its_curve(tab: Tab, monkeypatch: pytest.MonkeyPatc
     shutil.rmtree(run_dir.checkpoints, ignore_errors=True)
     for updates in (20, 30):
         write_checkpoint(run_dir, updates, recipe=fingerprint(load_recipe(run_dir.recipe).recipe))
-    page = tab.open("/runs/view?dir=runs/branches")
+    page = tab.page
+    page.route("**/runs/curve?*", lambda route: None)  # no answer comes
+    tab.open("/runs/view?dir=runs/branches")
+    assert tab.axe() == []  # before the first curve has come, too
+    page.unroute("**/runs/curve?*")
+    page.reload()
     chart = page.locator("run-chart[data-field=loss]")
     chart.locator("canvas").wait_for()
     # a click on the mark of step 20
