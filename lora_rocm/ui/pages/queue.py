@@ -44,7 +44,7 @@ def now(request: Request) -> Response:
 
 def items(request: Request) -> Response:
     """The recipes in order and the finished ones, again."""
-    return fragment(request, TEMPLATE, "items", queue=shown_queue(context_of(request)), report="", undo="")
+    return fragment(request, TEMPLATE, "order", queue=shown_queue(context_of(request)))
 
 
 async def add(request: Request) -> Response:

@@ -75,6 +75,7 @@ class RecipeEditor extends HTMLElement {
 
   /** Changes are sent one after another, so that each is made in the text that the one before left. */
   check(key = "", value = "") {
+    clearTimeout(this.planning); // what it would count has changed
     this.chain = this.chain.then(() => this.checked(key, value));
     return this.chain;
   }
@@ -96,7 +97,12 @@ class RecipeEditor extends HTMLElement {
     this.isValid = found.is_valid;
     this.show();
     clearTimeout(this.planning);
-    if (found.is_valid) this.planning = setTimeout(() => this.ask("plan", "plan"), PLAN_PAUSE_MS);
+    if (found.is_valid) this.planning = setTimeout(() => this.plan(found.text), PLAN_PAUSE_MS);
+  }
+
+  /** Ask for the estimate of a checked text, unless another was typed meanwhile: that one is checked first. */
+  plan(checked) {
+    if (this.area.value === checked) this.ask("plan", "plan");
   }
 
   /** Ask for an estimate of the text. Its box follows the work by itself. */

@@ -28,12 +28,27 @@ class Tab:
     """A tab of the browser with the server's cookie.
 
     ``page`` is Playwright's page. ``folder`` is the server's folder, which all tests of a process share, so a test
-    makes its own runs and files. ``faults`` has errors of scripts and of the policy; a test fails if there are any.
+    makes its own runs and files. ``faults`` has errors of scripts and of the policy; a test fails if there are any
+    but those that it expects.
     """
 
     page: Any
     server: PageServer
     faults: list[str] = field(default_factory=list)
+    expected: list[str] = field(default_factory=list)
+
+    def expect(self, fault: str | int) -> None:
+        """Expect errors with this status or text.
+
+        The browser reports an error at a time of its own, often after the page shows it. So a test says what it
+        expects, and nothing removes what was reported.
+        """
+        self.expected.append(f"status of {fault} " if isinstance(fault, int) else fault)
+
+    @property
+    def unexpected(self) -> list[str]:
+        """The faults that the test does not expect."""
+        return [fault for fault in self.faults if not any(expected in fault for expected in self.expected)]
 
     @property
     def folder(self) -> Path:
@@ -102,6 +117,11 @@ def serving(folder: Path) -> Iterator[PageServer]:
     os.chdir(before)
 
 
+def told(line: Any) -> str:
+    """Return an error of the browser's console with the address that it is about."""
+    return f"{line.text} {line.location['url']}"
+
+
 @contextmanager
 def new_tab(browser: Any, server: PageServer) -> Iterator[Tab]:
     """A new tab, logged in, in an own browser profile."""
@@ -110,12 +130,12 @@ def new_tab(browser: Any, server: PageServer) -> Iterator[Tab]:
     page = profile.new_page()
     made = Tab(page, server)
     page.on("pageerror", lambda error: made.faults.append(str(error)))
-    page.on("console", lambda line: made.faults.append(line.text) if line.type == "error" else None)
+    page.on("console", lambda line: made.faults.append(told(line)) if line.type == "error" else None)
     access = server.context.access
     profile.add_cookies([{"name": access.cookie_name, "value": access.cookie, "url": made.address}])
     yield made
     profile.close()
-    assert not made.faults
+    assert not made.unexpected
 
 
 @pytest.fixture(scope="session")

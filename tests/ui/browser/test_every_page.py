@@ -57,7 +57,7 @@ def test_an_unknown_page_shows_a_problem(tab: Tab) -> None:
     answer = tab.page.goto(f"{tab.address}/nothing")
     assert answer is not None and answer.status == 404
     assert tab.page.locator(".problem").is_visible() and tab.axe() == []
-    tab.faults.clear()  # the browser reports the status 404
+    tab.expect(404)
 
 
 def test_the_policy_stops_scripts_in_the_page(tab: Tab) -> None:
@@ -70,7 +70,8 @@ def test_the_policy_stops_scripts_in_the_page(tab: Tab) -> None:
     page.wait_for_timeout(200)
     assert page.title() != "harmed"
     assert any("Content Security Policy" in fault for fault in tab.faults)
-    tab.faults.clear()
+    tab.expect("Content Security Policy")
+    tab.expect(404)  # the image
 
 
 def test_the_page_names_a_lost_server_and_connects_again(tab: Tab) -> None:
@@ -81,7 +82,7 @@ def test_the_page_names_a_lost_server_and_connects_again(tab: Tab) -> None:
     tab.server.context.live = type(tab.server.context.live)(tab.server.context.folders)
     page.unroute("**/live*")
     page.locator("#live-lost").wait_for(state="hidden", timeout=20_000)
-    tab.faults.clear()  # the browser reports the lost connection
+    tab.expect("net::ERR_")
 
 
 def test_a_new_run_appears_without_a_reload(tab: Tab) -> None:

@@ -137,7 +137,7 @@ def look(tab: Tab, addresses: list[str]) -> list[str]:
             found += [place + each for each in tab.axe()]
             if tab.widest() > 0:
                 found.append(place + f"{tab.widest()} px too wide")
-    tab.faults[:] = [fault for fault in tab.faults if "Failed to load resource" not in fault]  # states of errors
+    tab.expect("Failed to load resource")  # states of errors
     return found
 
 

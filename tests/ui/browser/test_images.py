@@ -72,7 +72,7 @@ def test_a_conflict_keeps_the_text(tab: Tab, folder: Path) -> None:
     page.get_by_role("button", name="Save", exact=True).click()
     page.locator(".theirs").wait_for(state="detached")
     assert (folder / "image 0.txt").read_text(encoding="utf-8") == "mine"
-    tab.faults.clear()  # the browser reports the status 409
+    tab.expect(409)
 
 
 def test_many_captions_are_changed(tab: Tab, folder: Path) -> None:

@@ -52,6 +52,10 @@ def test_two_recipes_are_added_ordered_run_and_finished(tab: Tab, monkeypatch: p
     assert [item.name for item in queue.items()] == ["q-cat", "q-dog"]
     assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Move q-cat up"
     page.get_by_role("button", name="Remove q-dog").click()
+    page.get_by_role("button", name="Undo").wait_for()
+    with page.expect_response("**/queue/items"):  # the news of this change leave its undo in place
+        page.evaluate("document.body.dispatchEvent(new CustomEvent('live:queue'))")
+    tab.settle()
     page.get_by_role("button", name="Undo").click()
     page.locator("#queue-report", has_text="Restored").wait_for()
     assert tab.axe() == []

@@ -97,7 +97,7 @@ def test_a_hand_edit_appears_and_a_conflict_is_shown(tab: Tab, recipe: Path) -> 
     page.get_by_role("button", name="Save my version").click()
     page.get_by_text("Saved", exact=True).wait_for()
     assert recipe.read_text(encoding="utf-8").endswith("# mine\n")
-    tab.faults.clear()  # the browser reports the status 409
+    tab.expect(409)
 
 
 @pytest.mark.slow
@@ -126,12 +126,13 @@ def test_a_preset_and_a_dropped_configuration_become_recipes(tab: Tab) -> None:
     for width in (360, 1280):
         page.set_viewport_size({"width": width, "height": 900})
         assert tab.widest() <= 0
-    tab.faults.clear()  # the browser reports the status 422
+    tab.expect(422)
 
 
 def test_the_estimate_follows_and_training_starts(tab: Tab, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_cards, "plan_cards", rows)
-    code = "import time; time.sleep(1)"
+    exists = recipe.with_suffix(".started")  # the command trains until the run exists
+    code = f"import pathlib, time\nwhile not pathlib.Path({str(exists)!r}).exists(): time.sleep(0.05)"
     monkeypatch.setattr(launch, "python_command", lambda *words: [sys.executable, "-c", code])
     page = tab.open(f"/recipe/edit?file={recipe.name}")
     page.locator("#plan .chips").wait_for()
@@ -147,7 +148,8 @@ def test_the_estimate_follows_and_training_starts(tab: Tab, recipe: Path, monkey
     assert tab.axe() == [] and "rank: 64" in recipe.read_text(encoding="utf-8")
     (made,) = [each for each in tab.server.context.launches.all() if recipe.stem in each.run_dir.name]
     tab.run(made.run_dir.name)
-    page.wait_for_url("**/runs/view?*", timeout=60_000)  # the command imports and checks first
+    page.wait_for_url("**/runs/view?*")
+    exists.touch()
     assert made.process.wait(20) == 0
 
 

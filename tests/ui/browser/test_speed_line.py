@@ -32,4 +32,4 @@ def test_the_line_is_shown_and_copied(tab: Tab) -> None:
     tab.open("/runs/view?dir=runs%2Ffew").get_by_text("Speed for a public table").click()
     tab.page.locator("#speed .problem").wait_for()
     assert "too-few-steps" in tab.page.locator("#speed .problem").inner_text()
-    tab.faults.clear()  # the browser reports the status 422
+    tab.expect(422)
