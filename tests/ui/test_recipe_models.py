@@ -58,6 +58,8 @@ def test_models_are_shown_with_family_format_and_size(site: Site, home: Path) ->
     assert 'data-unread="0"' in text
     other = site.get("/recipe/models/listed", key="name_or_path", family="sd15", words="old")
     assert other.count("data-pick") == 1 and "my &lt;sdxl" not in other
+    listed = site.get("/recipe/models/listed", key="name_or_path", family="sdxl", words="")  # while headers are read
+    assert "my &lt;sdxl&gt;.safetensors" in listed
     parts = site.get("/recipe/models", key="vae", family="sdxl")
     assert "a vae.safetensors" in parts and parts.count("data-pick") == 1
 

@@ -42,7 +42,7 @@ def picker(request: Request) -> Response:
 def listed(request: Request) -> Response:
     """The models with some words in their paths. It asks again while there are headers to read."""
     key, family = _asked(request)
-    words = query_of(request, "words")[:200]
+    words = request.query_params.get("words", "")[:200]
     return _shown(request, "models", key, family, words)
 
 

@@ -162,7 +162,7 @@ class RunChart extends ChartElement {
     const form = document.getElementById("fork");
     if (nearest === undefined || distance(nearest) > 12 || !form) return;
     form.open = true;
-    for (let tries = 0; tries < 40 && !document.getElementById("fork-step"); tries += 1) {
+    for (let tries = 0; tries < 200 && !document.getElementById("fork-step"); tries += 1) {
       await new Promise((done) => setTimeout(done, 50));
     }
     const select = document.getElementById("fork-step");

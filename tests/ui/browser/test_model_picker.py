@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from lora_rocm.commands import hub_download
+from lora_rocm.commands import hub_download, plan_cards
 from lora_rocm.processes.hub_jobs import HubOffer
 from lora_rocm.ui.pages import recipe_models
 from tests.commands.test_base_candidates import vae, weights
 from tests.ui.browser.conftest import Tab
 from tests.ui.test_recipe_models import offer_of
 from tests.ui.test_recipe_part import RECIPE
+from tests.ui.test_recipe_plan import rows
 
 
 @pytest.fixture
@@ -24,6 +25,7 @@ def recipe(tab: Tab, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch
     weights(models / "checkpoints" / "old.safetensors", "sd15")
     (models / "checkpoints" / "pickled.ckpt").write_bytes(b"x")
     vae(models / "vae" / "a vae.safetensors")
+    monkeypatch.setattr(plan_cards, "plan_cards", rows)
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("LORA_ROCM_HOME", str(tmp_path / "own"))

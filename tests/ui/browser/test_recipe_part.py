@@ -17,7 +17,9 @@ from tests.ui.test_recipe_plan import rows
 
 
 @pytest.fixture
-def recipe(tab: Tab, request: pytest.FixtureRequest) -> Path:
+def recipe(tab: Tab, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe whose memory is not counted: a child that counts would take the processors from the next tests."""
+    monkeypatch.setattr(plan_cards, "plan_cards", rows)
     path = tab.folder / f"{request.node.name}.yaml"
     path.write_text(RECIPE, encoding="utf-8")
     return path
@@ -130,7 +132,6 @@ def test_a_preset_and_a_dropped_configuration_become_recipes(tab: Tab) -> None:
 
 
 def test_the_estimate_follows_and_training_starts(tab: Tab, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_cards, "plan_cards", rows)
     exists = recipe.with_suffix(".started")  # the command trains until the run exists
     code = f"import pathlib, time\nwhile not pathlib.Path({str(exists)!r}).exists(): time.sleep(0.05)"
     monkeypatch.setattr(launch, "python_command", lambda *words: [sys.executable, "-c", code])
