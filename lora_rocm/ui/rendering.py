@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urlsplit
 
 from jinja2 import Environment
 from starlette.requests import Request
-from starlette.responses import HTMLResponse
+from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from lora_rocm.commands.output import Failure
 from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, UserError
@@ -49,8 +49,13 @@ def page(request: Request, template: str, http_status: int = 200, **values: obje
     return HTMLResponse(text, http_status, headers={"vary": "HX-Request"})
 
 
-def fragment(request: Request, template: str, block: str, http_status: int = 200, **values: object) -> HTMLResponse:
-    """Return one block of a template, to replace a piece of a page."""
+def fragment(request: Request, template: str, block: str, http_status: int = 200, **values: object) -> Response:
+    """Return one block of a template, to replace a piece of a page.
+
+    A form that the browser itself sends, because scripts are off or not loaded yet, gets its page again instead.
+    """
+    if request.method == "POST" and "x-csrf" not in request.headers and not is_fragment(request):
+        return RedirectResponse(_sender(request), 303)
     found = environment().get_template(template)
     context = found.new_context(_common(request, values))
     return HTMLResponse("".join(found.blocks[block](context)), http_status)
@@ -61,7 +66,15 @@ def is_fragment(request: Request) -> bool:
     return request.headers.get("hx-request") == "true"
 
 
-def problem(request: Request, error: LoraRocmError) -> HTMLResponse:
+def _sender(request: Request) -> str:
+    """Return path and query of the page with the form; the start page if the browser does not name it."""
+    sender = urlsplit(request.headers.get("referer", ""))
+    if sender.netloc != request.headers.get("host", "") or not sender.path.startswith("/"):
+        return "/"
+    return "/" + sender.path.lstrip("/") + (f"?{sender.query}" if sender.query else "")
+
+
+def problem(request: Request, error: LoraRocmError) -> Response:
     """Return the box with an error, in the words of the command line.
 
     A piece of a page gets the box at its top, and the page keeps what the user has written.

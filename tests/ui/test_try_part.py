@@ -20,7 +20,7 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.lock import locked
 from lora_rocm.ui.background import Work
 from tests.ui.drawn_grid import with_files
-from tests.ui.site import Site, code_of
+from tests.ui.site import ADDRESS, Site, code_of
 
 RUN = {"dir": "runs/a-run"}
 VALUES = {
@@ -48,6 +48,28 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
 
     monkeypatch.setattr(tries, "sample", sample)
     return calls
+
+
+@pytest.mark.parametrize(
+    ("sender", "location"),
+    [
+        (f"{ADDRESS}/try/run?dir=runs%2Fa-run", "/try/run?dir=runs%2Fa-run"),
+        ("https://elsewhere.example/try/run", "/"),
+        (f"{ADDRESS}//elsewhere.example/x", "/elsewhere.example/x"),
+        ("", "/"),
+    ],
+)
+def test_a_form_that_no_script_sends_gets_its_page_again(
+    site: Site, drawn: list[SimpleNamespace], sender: str, location: str
+) -> None:
+    site.run()
+    csrf = site.client.headers.pop("X-CSRF")
+    fields = VALUES | {"csrf": csrf}
+    headers = {"referer": sender, "origin": ADDRESS}
+    answer = site.client.post("/try/draw", params=RUN, data=fields, headers=headers, follow_redirects=False)
+    assert (answer.status_code, answer.headers.get("location")) == (303, location)
+    work = site.context.background.of("try-runs-a-run")
+    assert work is not None and work._ended.wait(10) and drawn
 
 
 def drawing(site: Site, **changes: str) -> Work:

@@ -50,7 +50,7 @@ def test_two_recipes_are_added_ordered_run_and_finished(tab: Tab, monkeypatch: p
     page.keyboard.press("Enter")
     page.locator("#queue-report", has_text="place 1").wait_for()
     assert [item.name for item in queue.items()] == ["q-cat", "q-dog"]
-    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Move q-cat up"
+    page.locator("[aria-label='Move q-cat up']:focus").wait_for()  # the focus is still there
     page.get_by_role("button", name="Remove q-dog").click()
     page.get_by_role("button", name="Undo").wait_for()
     with page.expect_response("**/queue/items"):  # the news of this change leave its undo in place
