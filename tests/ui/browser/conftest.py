@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -67,6 +68,13 @@ class Tab:
     def settle(self) -> None:
         """Wait for the requests of htmx. The policy forbids ``wait_for_function``, which evaluates text."""
         self.page.locator(".htmx-request").first.wait_for(state="detached")
+
+    def wait_for_value(self, field: Any, value: str) -> None:
+        """Wait until a field has a value. Locators find no values of fields."""
+        deadline_s = time.monotonic() + TIMEOUT_MS / 1000
+        while field.input_value() != value:
+            assert time.monotonic() < deadline_s, f"{field.input_value()!r} is still not {value!r}"
+            self.page.wait_for_timeout(50)
 
     def run(self, name: str) -> RunDir:
         """Write a finished run."""

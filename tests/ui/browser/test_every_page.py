@@ -83,6 +83,7 @@ def test_the_page_names_a_lost_server_and_connects_again(tab: Tab) -> None:
     page.unroute("**/live*")
     page.locator("#live-lost").wait_for(state="hidden", timeout=20_000)
     tab.expect("net::ERR_")
+    tab.expect(503)
 
 
 def test_a_new_run_appears_without_a_reload(tab: Tab) -> None:

@@ -87,9 +87,8 @@ def test_a_hand_edit_appears_and_a_conflict_is_shown(tab: Tab, recipe: Path) -> 
     text = page.locator("#recipe-text")
     recipe.write_text(RECIPE.replace("rank: 16", "rank: 4"), encoding="utf-8")
     page.evaluate("window.dispatchEvent(new Event('focus'))")
-    page.locator('.view-simple [data-key="lora.rank"][value]').wait_for()
-    page.wait_for_timeout(300)
-    assert page.get_by_label("Rank", exact=True).input_value() == "4" and "rank: 4" in text.input_value()
+    tab.wait_for_value(page.get_by_label("Rank", exact=True), "4")
+    assert "rank: 4" in text.input_value()
     # Both change it
     text.fill(RECIPE + "# mine\n")
     recipe.write_text(RECIPE + "# theirs\n", encoding="utf-8")
