@@ -22,7 +22,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from lora_rocm.errors import LoraRocmError, MachineError
 from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.processes.jobs import TrackJob, job_of
-from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.load import load_recipe  # recipe: only read, for the trackers
 from lora_rocm.recipe.paths import settings_without_paths
 from lora_rocm.rundir.event_types import ErrorEvent, StepEvent, TelemetryEvent, ValidationEvent, WatchedEvent
 from lora_rocm.rundir.events import EventReader, emit

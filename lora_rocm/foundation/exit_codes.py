@@ -68,5 +68,5 @@ def _without_reader() -> int:
 
     Otherwise Python complains when it flushes standard output at exit.
     """
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # writes: the system's null device
     return StoppedError.exit_code

@@ -35,7 +35,7 @@ from lora_rocm.memory.footprint_process import footprint_process
 from lora_rocm.processes.jobs import CountRequest
 from lora_rocm.processes.process import stop_signals
 from lora_rocm.recipe.comparison import shared_values
-from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.load import load_recipe  # recipe: the run's own, for its training
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.mitigations import mitigation_table
 from lora_rocm.rundir.event_types import Emit, EndEvent, ErrorEvent, PhaseEvent, StartEvent
@@ -80,6 +80,7 @@ def main(arguments: list[str] | None = None, registry: FamilyRegistry = FAMILIES
         if options.recipe is None:
             run_dir.require()
         refuse_link(run_dir.lock_of(me.rank))
+        # writes: refuse_link comes before it; opened without following links, and nothing is written
         lock = filelock.FileLock(run_dir.lock_of(me.rank), timeout=ORPHAN_LOCK_WAIT_S)
         # A signal to the whole job also reaches the parent, which decides and asks this process by the file "stop".
         with stop_signals(), outliving_stdout(), lock:
