@@ -168,7 +168,7 @@ def main() -> int:
     try:
         track(job, lambda: closed.wait(POLL_S))
         return 0
-    except Exception as error:  # the edge of the process: a tracker may raise anything
+    except Exception as error:  # edge: a tracker may raise anything
         traceback.print_exc()
         emit(ErrorEvent(**_failed(job.tracker, f"{type(error).__name__}: {error}").to_event()))
         return MachineError.exit_code

@@ -332,7 +332,7 @@ class RunHandle:
             self._result = run.train(
                 self._events.put, lambda text: self._events.put(NoticeEvent(text=text)), self._asked
             )
-        except BaseException as error:  # of any class: result() raises it in the calling thread
+        except BaseException as error:  # edge: result() raises it in the calling thread
             self._error = error
         finally:
             self._events.put(None)

@@ -188,6 +188,7 @@ class ManifestStore:
         if hashlib.sha256(content).digest() != sha256:
             raise ValueError("damaged")
         batch = pyarrow.ipc.open_stream(content).read_next_batch()
+        # json: the program's own file, rebuilt if it is damaged
         header = json.loads(batch.schema.metadata[HEADER_KEY.encode()])
         batch = batch.replace_schema_metadata(None)
         check_table(batch, self._entries, self._sources)

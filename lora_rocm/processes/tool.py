@@ -276,7 +276,7 @@ def run_for_json(
 def _last_object(output: bytes) -> dict[str, Any] | None:
     for line in reversed(output.splitlines()):
         try:
-            value = json.loads(line)
+            value = json.loads(line)  # json: a job or an answer of another process of the same start
         except ValueError:  # something a library printed
             continue
         if isinstance(value, dict):

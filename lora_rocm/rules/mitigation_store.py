@@ -214,7 +214,7 @@ def notices(situation: Situation) -> list[str]:
 
 def _read(path: Path) -> Remembered:
     try:
-        whole = json.loads(path.read_bytes())
+        whole = json.loads(path.read_bytes())  # json: the program's own file, rebuilt if it is damaged
         if whole["format"] != FORMAT:
             raise ValueError(f"format {whole['format']}")
         return Remembered(tuple(map(_entry, whole["entries"])))

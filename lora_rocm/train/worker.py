@@ -66,7 +66,9 @@ def main(arguments: list[str] | None = None, registry: FamilyRegistry = FAMILIES
         "--attempt", type=int, default=0, help="number that selects the noise; each number gives other noise"
     )
     parser.add_argument(
-        "--stacks-after", type=json.loads, help="JSON: phase -> seconds of silence after which all stacks are written"
+        "--stacks-after",
+        type=json.loads,  # json: the supervisor's own text
+        help="JSON: phase -> seconds of silence after which all stacks are written",
     )
     parser.add_argument("--prepare", action="store_true", help="fill the caches and check the kernels, then end")
     parser.add_argument("--began", type=float, help="when the command began, in seconds since the epoch")
@@ -90,7 +92,7 @@ def main(arguments: list[str] | None = None, registry: FamilyRegistry = FAMILIES
     except filelock.Timeout:
         print(f"another worker still holds {run_dir.path}", file=sys.stderr, flush=True)  # noqa: T201 - worker.log
         return MachineError.exit_code
-    except Exception as error:  # the edge of the process: recorded as an event, and the traceback in worker.log
+    except Exception as error:  # edge: recorded as an event, and the traceback in worker.log
         traceback.print_exc()
         explained = _explained(error, run_dir, me)
         with contextlib.suppress(StorageError):  # a full disk has no room for the event
