@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from lora_rocm.commands.cli_help import PROGRAM, write_commands, write_examples, write_parameters
 from lora_rocm.commands.output import Failed, Failure, Output, OutputMode
+from lora_rocm.errors import StoppedError
 from lora_rocm.foundation.colour import help_for_terminal
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -41,12 +42,17 @@ def usage_errors_as_documents(arguments: Sequence[str]) -> Iterator[None]:
     """Print the document of a usage error on standard output if the command line has ``--json``.
 
     The library then prints its text on standard error and ends with its exit code. The document is one line, because
-    some commands print JSON lines.
+    some commands print JSON lines. Ctrl+C before a command begins is reported like one in a command.
     """
+    is_json = asks_for_json(arguments)
     try:
         yield
+    except KeyboardInterrupt:
+        stopped = StoppedError("stopped", "Stopped.")
+        Output(OutputMode.JSON if is_json else OutputMode.HUMAN, follows=True).fail(stopped)
+        raise typer.Exit(stopped.exit_code) from None
     except UsageError as raised:
-        if asks_for_json(arguments):
+        if is_json:
             error: Any = raised
             path = error.ctx.command_path.split()[1:] if error.ctx is not None else []
             help_line = " ".join((PROGRAM, *path, "--help"))
