@@ -23,7 +23,7 @@ from tests.documents import faults
 
 PACKAGE = Path(entry.__file__).parent
 BEGIN = "import sys; sys.argv[0] = 'lora-rocm'; from lora_rocm.entry import main; sys.exit(main())"
-"""What the program that ``pip`` writes does."""
+"""The content of the program that ``pip`` writes."""
 interrupts = pytest.mark.skipif(os.name == "nt", reason="a Windows process gets Ctrl+C from its console alone")
 
 
@@ -74,7 +74,7 @@ def test_an_interrupt_between_the_command_line_and_the_command_is_one_line(monke
 
 
 def test_little_is_imported_before_the_program_is_in_control() -> None:
-    """What Python loads by itself, and the two modules."""
+    """Python's own modules and the two of the program."""
     listed = "import sys; before = {*sys.modules}\nfrom lora_rocm.entry import main\nprint({*sys.modules} - before)"
     done = subprocess.run([sys.executable, "-c", listed], capture_output=True, text=True, check=True)
     assert set(re.findall(r"'([^']+)'", done.stdout)) <= {"lora_rocm", "lora_rocm.entry"}

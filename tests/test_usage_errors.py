@@ -54,7 +54,7 @@ def wrong_lines(path: tuple[str, ...], command: Any) -> Iterator[tuple[str, ...]
 
 
 def is_usage_document(ended: Ended) -> bool:
-    """Whether standard output is the one document of a usage error, on one line, and the exit code is that of usage."""
+    """Whether standard output is the document of a usage error, on one line, and the exit code fits."""
     try:
         found = json.loads(ended.stdout)
     except ValueError:

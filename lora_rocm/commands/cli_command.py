@@ -72,7 +72,7 @@ def asks_for_json(arguments: Sequence[str]) -> bool:
 class Group(TyperGroup):
     """A group of commands. Its help lists them by subject, with whole sentences.
 
-    The outermost group prints the documents of usage errors: of its own, of groups in it, and of their commands.
+    The outermost group prints the documents of all usage errors, also for the groups and commands in it.
     """
 
     def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:

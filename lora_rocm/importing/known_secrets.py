@@ -1,7 +1,7 @@
 """Values that reach a secret key. They are hidden wherever else they occur: under another key, in a comment or reason.
 
 A variable of a shell, an anchor of YAML or a constant of Python can have a harmless name and a value that no pattern
-recognises. What makes it a secret is the key that gets it.
+recognises. The key that gets it makes it a secret.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lora_rocm.errors import UserError
 from lora_rocm.importing.setting import HIDDEN, FileContent, Setting, UnreadText, Value, names_secret
 
 ORDINARY = re.compile(r".{0,2}|[-+\d.e]{1,5}|none|null|true|false|yes|auto|\$\{?\w+\}?|%\w+%", re.IGNORECASE)
-"""Matches values of secret keys that are no secrets: words that switch something, short numbers, unknown variables."""
+"""Matches harmless values of secret keys: words that switch something, short numbers, unknown variables."""
 WHOLE_WORD_LETTERS = 3
 """Secrets of up to this length are found only as whole words."""
 
@@ -82,7 +82,7 @@ class KnownSecrets:
 
 
 def _texts(value: Value) -> Iterator[str]:
-    """Yield the texts and numbers in a value. Booleans are no texts."""
+    """Yield the texts and numbers in a value. Booleans are skipped."""
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield key

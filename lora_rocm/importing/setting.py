@@ -122,7 +122,7 @@ class UnreadText:
 
 @dataclass
 class FileContent:
-    """Content of one file: its settings in order, its unreadable parts, and secrets that are no values of settings."""
+    """Content of one file: its settings in order, its unreadable parts, and secrets that were found elsewhere in it."""
 
     settings: list[Setting] = field(default_factory=list)
     unread: list[UnreadText] = field(default_factory=list)
@@ -134,7 +134,7 @@ class FileContent:
         self.secrets += other.secrets
 
     def with_settings(self, settings: list[Setting]) -> FileContent:
-        """Return the content with other settings in place of its own. Secrets among its own stay known."""
+        """Return the content with other settings in place of the present ones. Secrets among these stay known."""
         secrets = [each.value for each in self.settings if names_secret(each.key)]
         return FileContent(settings, self.unread, [*self.secrets, *secrets])
 

@@ -205,7 +205,7 @@ def started(command: Sequence[str], env: Mapping[str, str]) -> Iterator[Tool]:
     """
     with temporary_folder() as folder:
         log, output = folder / "tool.log", folder / "events.jsonl"
-        # writes: in a folder of its own among the system's temporary files
+        # writes: in its own folder among the system's temporary files
         with log.open("wb") as errors, output.open("wb") as events:
             LOG.debug("child process: %s", quoted(command))
             child = subprocess.Popen(
