@@ -17,6 +17,8 @@ from lora_rocm.importing.setting import HIDDEN, FileContent, Setting, UnreadText
 
 ORDINARY = re.compile(r".{0,2}|[-+\d.e]{1,5}|none|null|true|false|yes|auto|\$\{?\w+\}?|%\w+%", re.IGNORECASE)
 """Matches harmless values of secret keys: words that switch something, short numbers, unknown variables."""
+MAX_SECRETS = 1000
+"""Each text is searched for each secret."""
 WHOLE_WORD_LETTERS = 3
 """Secrets of up to this length are found only as whole words."""
 
@@ -33,10 +35,19 @@ class KnownSecrets:
 
     @classmethod
     def of(cls, content: FileContent) -> KnownSecrets:
-        """Return the values of all settings with secret names, and the other secrets that the readers found."""
+        """Return the values of all settings with secret names, and the other secrets that the readers found.
+
+        Raises:
+            UserError: there are too many, so this is not a configuration.
+        """
         named = (each.value for each in content.settings if names_secret(each.key))
         found = {text.strip() for value in (*named, *content.secrets) for text in _texts(value)}
-        return cls(frozenset(text for text in found if not ORDINARY.fullmatch(text)))
+        texts = frozenset(text for text in found if not ORDINARY.fullmatch(text))
+        if len(texts) > MAX_SECRETS:
+            what = f"The file has more than {MAX_SECRETS} tokens and passwords, so it is not a configuration."
+            where = content.settings[0].file if content.settings else ""
+            raise UserError("import-unreadable", what, where=where, fix="Give the file that you pass to the trainer.")
+        return cls(texts)
 
     @cached_property
     def _pattern(self) -> re.Pattern[str] | None:

@@ -141,6 +141,14 @@ def test_the_control_sees_a_secret_that_is_not_hidden(tmp_path: Path, monkeypatc
     assert all(secret in printed(tmp_path / "a.sh", text) for text in texts)
 
 
+def test_a_flood_of_secrets_is_refused(tmp_path: Path) -> None:
+    begin = "base_model: a/b\nadapter: lora\nlora_r: 8\nmicro_batch_size: 2\n"
+    lines = [f"key{number}_token: secret{number}\n" for number in range(1001)]
+    refused = printed(tmp_path / "a.yaml", begin + "".join(lines))
+    assert "secret7" not in refused and "key7_token" not in refused and "a.yaml" in refused
+    assert "key7_token" in printed(tmp_path / "a.yaml", begin + "".join(lines[:1000]))  # the control
+
+
 def test_short_secrets_are_whole_words_and_the_longest_is_replaced_first() -> None:
     secrets = KnownSecrets.of(FileContent([Setting("token", ["abc", "abc-defg"])]))
     assert secrets.hidden("abc abcd run_abc abc-defg") == "*** abcd run_*** ***"
