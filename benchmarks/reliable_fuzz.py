@@ -111,7 +111,7 @@ def child(notes: Path, targets: list[Target], seed: int, start: int, seconds: fl
                 began = time.monotonic()
                 try:
                     outcome = read(target, content_of(target, seed, number), Path(folder))
-                except Exception as error:  # a finding
+                except Exception as error:  # edge: every exception is a finding
                     outcome = "finding"
                     _note(file, {"case": f"{target.name}:{seed}:{number}", "what": _kind(error)})
                 counts[f"{target.name} {outcome}"] += 1

@@ -384,7 +384,7 @@ def main() -> None:
             for row in measure(variant, models, args.toy, batches, truth, args.quick):
                 result["rows"].append(row)
                 print(line(row), flush=True)
-        except Exception as error:
+        except Exception as error:  # edge: the table shows it, and the next variant follows
             said = (str(error).strip().splitlines() or [""])[-1]
             result["failed"][variant.name] = f"{type(error).__name__}: {error}"
             print(f"{variant.name:44} | {type(error).__name__}: {said[:200]}", flush=True)

@@ -1,13 +1,13 @@
 """lora-rocm: a LoRA trainer that people with AMD GPUs can trust.
 
 The names in ``__all__`` are the public Python API (docs/reference/python.md). They are imported on first use, so
-``import lora_rocm`` costs nothing, and none of them imports torch.
+``import lora_rocm`` costs nothing, and none of them imports torch. This module imports nothing that is not built in:
+Ctrl+C would show a traceback there, because the program is not in control yet (``entry.py``).
 """
 
 import time
-from importlib import import_module
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False  # as in typing, which takes most of the time until ``entry.main``
 if TYPE_CHECKING:
     from lora_rocm.api import (
         CheckResult,
@@ -49,6 +49,8 @@ def __getattr__(name: str) -> object:
     """Import a name of the public API when it is first used."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
     found: object = getattr(import_module("lora_rocm.api"), name)
     return found
 

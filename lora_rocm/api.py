@@ -19,7 +19,7 @@ from lora_rocm.commands.start_run import start_run as _start_run
 from lora_rocm.errors import LoraRocmError
 from lora_rocm.page_parts.charts import Chart, Series
 from lora_rocm.recipe.load import LoadedRecipe
-from lora_rocm.recipe.load import load_recipe as _load_recipe
+from lora_rocm.recipe.load import load_recipe as _load_recipe  # recipe: the user names it
 from lora_rocm.report.figures import smoothed
 from lora_rocm.report.html import notebook_chart
 from lora_rocm.rundir.event_types import StepEvent

@@ -481,7 +481,7 @@ def main() -> None:
     forbid_programs_here()
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the parent process
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # writes: the system's null device
         elif hasattr(getattr(sys, name), "reconfigure"):
             getattr(sys, name).reconfigure(errors="replace")
     sys.stderr = outlive(sys.stderr)  # a closed stderr must not change the exit code

@@ -1,11 +1,15 @@
 """The program ``lora-rocm``: imports the commands, so that Ctrl+C meanwhile ends it like any command.
 
-It imports nothing else, because Ctrl+C would show a traceback there.
+It imports nothing else, because Ctrl+C would show a traceback there. What remains is the start of Python itself.
 """
 
 import sys
 
 STOPPED = 130
+DOCUMENT = (
+    '{"error": {"code": "stopped", "what": "Stopped.", "where": "", "fix": "", "exit_code": 130, "problems": []}}\n'
+)
+"""The document of ``--json``, as ``Output`` prints it."""
 
 
 def main() -> None:
@@ -15,5 +19,8 @@ def main() -> None:
 
         run()
     except KeyboardInterrupt:
-        sys.stderr.write("Stopped.\n")
+        if "--json" in sys.argv and sys.stdout is not None:
+            sys.stdout.write(DOCUMENT)
+        if sys.stderr is not None:
+            sys.stderr.write("Stopped.\n")
         sys.exit(STOPPED)

@@ -104,9 +104,9 @@ as in `events.jsonl` (every event has a `type`). The last line is the document, 
 prints the JSON Schema of recipes. The exit code is the same as without `--json`. With `--quiet` only the result is
 printed, as text.
 
-A command that ends with an error prints the document `Failed`. `check`, `plan` and `tune` may have results even if
-they fail: their documents have an `error` field. `chat --json` needs `--prompt`. `bench --output FILE` writes the same
-document to a file.
+A command that ends with an error prints the document `Failed`. A wrong command line also prints it, with the code
+`usage` and the exit code 2. `check`, `plan` and `tune` may have results even if they fail: their documents have an
+`error` field. `chat --json` needs `--prompt`. `bench --output FILE` writes the same document to a file.
 
 Keys may be added. Numbers that are not finite are null.
 """

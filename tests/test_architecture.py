@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.markers import unmarked
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = "lora_rocm"
 HEAVY_PACKAGES = {"torch", "peft", "diffusers", "transformers", "accelerate", "datasets"}
@@ -68,59 +70,6 @@ ROOMS: dict[str, str] = {
     "__main__": LIGHT,
 }
 """A room imports from itself and from rooms above it, so there is no circle of rooms."""
-PROCESS_EDGES = {
-    (f"{PACKAGE}.dataset.rows.row_edge", "row_edge"),  # the one edge of a row
-    (f"{PACKAGE}.telemetry.reader_child", "main"),
-    (f"{PACKAGE}.train.worker", "main"),
-    (f"{PACKAGE}.children.model_child", "main"),
-    (f"{PACKAGE}.children.tracking", "main"),
-    (f"{PACKAGE}.foundation.exit_codes", "exit_code_of"),
-    (f"{PACKAGE}.processes.child_main", "main"),
-    (f"{PACKAGE}.loader.worker_pool", "_serve"),
-    (f"{PACKAGE}.commands.check_base", "_weigh"),  # a thread, which passes its exceptions on
-    (f"{PACKAGE}.commands.start_run", "_work"),  # likewise
-    (f"{PACKAGE}.ui.background", "_run"),  # likewise
-    (f"{PACKAGE}.ui.chat_host", "_serve"),  # likewise
-    (f"{PACKAGE}.dataset.rows.row_edge", "row_edge"),
-    (f"{PACKAGE}.families.causal_lm.chat_template", "_template"),
-    ("benchmarks/reliable_fuzz.py", "child"),
-    ("benchmarks/step_variants.py", "main"),
-}
-OWN_JSON = {
-    f"{PACKAGE}.{place}"
-    for place in (
-        "foundation.json_text:parse_json",
-        # a job or an answer of another process of the same start, or a record made in this one
-        *("processes.job_file:read_job_text", "processes.tool:_last_object"),
-        *("train.worker:main", "telemetry.cards:from_text", "hardware.settings:settings_from"),
-        "dataset.sample_table:_read",
-        *(
-            "device.process_group:require_same",
-            "rules.environment:settings",
-            "base_models.meta_components:new_meta_component",
-        ),
-        *(
-            "dataset.sources.given:of_text",
-            "dataset.rows.records:_sorted",
-            "dataset.rows.records:read",
-            "recipe.reference:schema_of",
-        ),
-        *(
-            "dataset.rows.row_reference:separated",
-            "dataset.rows.row_reference:resolved",
-            "recipe.reference:schema_of_section",
-        ),
-        # what a library or a tool of the system prints
-        *("families.causal_lm.chat:_growth", "families.common.tokenizers:_written_around"),
-        "hardware.probe.windows_probe:adapters_from_json",
-        # the program's own cache and memory, rebuilt if they are damaged
-        "rundir.event_index:_read_index",
-        *("cache_store.entry_file:_parsed", "cache_store.hash_memory:_read", "encoded_cache.manifest:_read"),
-        *("memory.footprint:_remembered", "rules.mitigation_store:_read"),
-        *("hardware.tuned_choice:stored", "hardware.selftest_result:stored"),
-    )
-}
-"""Functions that parse JSON by themselves; text of users and other programs goes through ``parse_json``."""
 BINARY_OPENERS = {"Image", "os", "webbrowser", "zipfile", "tarfile"}
 NOT_AT_START = ("tensorboard", "torch.utils.tensorboard", "datasets", "torch._dynamo", "torch._inductor", "pandas")
 OF_BLAS = (
@@ -345,25 +294,34 @@ def size_faults(module: Module) -> Iterator[str]:
 
 
 def broad_except_faults(module: Module) -> Iterator[str]:
-    """Bare and broad ``except`` outside the process edges."""
-    for function, node in _with_function(module.source):
-        if not isinstance(node, ast.ExceptHandler) or (module.name, function) in PROCESS_EDGES:
-            continue
-        caught = set() if node.type is None else {part.id for part in ast.walk(node.type) if isinstance(part, ast.Name)}
-        if node.type is None or caught & {"Exception", "BaseException"}:
-            yield f"{module.name}:{node.lineno} catches everything"
+    """Bare and broad ``except`` without a comment ``# edge: REASON``.
+
+    It may be at the edge of a process, of a thread that passes its exceptions on, of a request, or of a row.
+    """
+    places = []
+    for node in module.nodes:
+        if isinstance(node, ast.ExceptHandler):
+            caught = {part.id for part in ast.walk(node.type or node) if isinstance(part, ast.Name)}
+            if node.type is None or caught & {"Exception", "BaseException"}:
+                places.append((node.lineno, node.lineno))
+    return unmarked(module.name, module.source, "edge", places)
 
 
 def json_faults(module: Module) -> Iterator[str]:
-    """JSON of a user that does not go through ``parse_json``, which reports the fault and refuses repeated keys."""
-    for function, node in _with_function(module.source):
+    """JSON that does not go through ``parse_json``, which reports faults, without a comment ``# json: REASON``.
+
+    The text may be from a process of the same start, from a library, or from a file of the program.
+    """
+    places = []
+    for node in module.nodes:
         names = (
             [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) and node.module == "json" else []
         )
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "json":
             names = [node.attr]
-        if {"load", "loads", "JSONDecoder", "decoder"} & {*names} and f"{module.name}:{function}" not in OWN_JSON:
-            yield f"{module.name}:{node.lineno} {function} parses JSON by itself"  # type: ignore[attr-defined]
+        if {"load", "loads", "JSONDecoder", "decoder"} & {*names}:
+            places.append((node.lineno, node.end_lineno or node.lineno))  # type: ignore[attr-defined]
+    return unmarked(module.name, module.source, "json", places)
 
 
 def unfinished_faults(module: Module) -> Iterator[str]:
@@ -598,6 +556,8 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
         bad(json_faults, "dataset.rows.text_rows", "def _parsed(line):\n    return json.loads(line)"),
         bad(json_faults, "dataset.rows.records", "def record_of(cell):\n    return list(map(json.loads, cell))"),
         bad(json_faults, "model_files.config_file", "from json import load"),
+        bad(json_faults, "model_files.config_file", "a = 1  # json: a library prints it"),
+        bad(broad_except_faults, "train.loop", "try:\n    f()\nexcept Exception:  # edge: ok\n    raise"),
         bad(memory_faults, "device.placement.offloaded", "torch.cuda.set_per_process_memory_fraction(0.5)"),
         bad(memory_faults, "report.report", "(folder / 'mem_info_vram_used').read_bytes()"),
     ],
@@ -621,7 +581,7 @@ def test_fires_on_a_planted_fault(rule: Callable[[Module], Iterator[str]], plant
         (light_faults, "recipe.kinds", "from lora_rocm.families.flux.spec import SPEC"),
         (arrow_faults, "recipe.kinds", "from lora_rocm.families.registry import PRODUCT"),
         (family_faults, "families.registry", "from lora_rocm.families.sdxl.spec import SPEC"),
-        (broad_except_faults, "train.worker", "def main():\n    try:\n        f()\n    except Exception:\n        g()"),
+        (broad_except_faults, "train.loop", "try:\n    f()\nexcept Exception:  # edge: the page shows it\n    g()"),
         (
             standard_library_faults,
             "hardware.probe.detection",
@@ -630,7 +590,7 @@ def test_fires_on_a_planted_fault(rule: Callable[[Module], Iterator[str]], plant
         (encoding_faults, "errors", "open('a', 'rb')\npath.open('ab')\nImage.open('a')\nopen('a', encoding='utf-8')"),
         (encoding_faults, "errors", "tempfile.TemporaryFile()\nsubprocess.run(['a'])"),
         (memory_faults, "device.device_memory", "free, total = torch.cuda.mem_get_info(device)"),
-        (json_faults, "processes.job_file", "def read_job_text():\n    return json.loads(sys.argv[1])"),
+        (json_faults, "processes.job_file", "a = json.loads(sys.argv[1])  # json: the parent's job"),
         (json_faults, "dataset.rows.text_rows", "def _parsed(line):\n    return json.dumps(parse_json(line))"),
         (memory_faults, "device.allocator", "torch.cuda.set_per_process_memory_fraction(0.5)"),
         (memory_faults, "train.loop", '"""What mem_get_info says is too much."""\ntorch.cuda.memory_allocated(0)'),

@@ -66,6 +66,7 @@ def new_meta_component(cls: Any, finish: Finish, config: str) -> nn.Module:
         warnings.filterwarnings("ignore", "Initializing zero-element tensors")
         known = _of_diffusers(cls)
         made: nn.Module = (
+            # json: made in this process
             cls.from_config(json.loads(config)) if known else cls(cls.config_class.from_dict(json.loads(config)))
         )
     empty = next((name for name, weight in made.named_parameters() if weight.numel() == 0), None)

@@ -134,7 +134,7 @@ def _parsed(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str], num
         CacheEntryBad: the file is not a cache entry.
     """
     try:
-        facts = json.loads(metadata[METADATA_KEY])
+        facts = json.loads(metadata[METADATA_KEY])  # json: the program's own file, rebuilt if it is damaged
         kind, key, spec_version = str(facts["kind"]), str(facts["key"]), int(facts.get("spec", 1))  # 0.1.0 wrote none
         fingerprints = {name: int(value) for name, value in facts["fingerprints"].items()}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:

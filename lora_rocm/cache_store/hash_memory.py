@@ -136,6 +136,7 @@ class HashMemory:
             with self.path.open("rb") as file:
                 for line in iter(lambda: file.readline(MAX_LINE_BYTES), b""):
                     try:
+                        # json: the program's own file, rebuilt if it is damaged
                         *identity, sha256, digest = json.loads(line)
                         content = bytes.fromhex(sha256)
                     except (ValueError, TypeError, RecursionError):

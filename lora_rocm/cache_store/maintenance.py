@@ -233,7 +233,7 @@ class Pruning:
             found: the file's status when it was examined.
             why: the reason, under which the file is counted.
         """
-        if self._do(path, found, path.unlink):
+        if self._do(path, found, path.unlink):  # writes: only plain files, known by name, place and lstat
             self._count(found, why)
 
     def move(self, file: File, target: Path, over: File | None) -> bool:
@@ -241,6 +241,7 @@ class Pruning:
 
         ``over``: the file that is replaced at ``target``; None if there is none.
         """
+        # writes: only plain files, known by name, place and lstat
         moved = self._do(file.path, file.found, lambda: os.replace(file.path, target))
         if moved and over is not None:
             self._count(over.found, over.state)

@@ -169,6 +169,7 @@ class KernelCompilers:
             step = self._steps.pop() if self._steps else None
             try:
                 child = subprocess.Popen(
+                    # input: its input has the cases
                     heavy_command(CHILDREN[name_of(self._job)].module, argument_of(self._job), reads_input=True),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,

@@ -103,6 +103,7 @@ def _copies(device: torch.device, method: str, size_bytes: int, send: Send, read
             continue
         with temporary_folder() as folder:
             path = folder / "bytes"
+            # writes: in its own folder among the system's temporary files
             path.write_bytes(window.numpy().tobytes())
             mapped = torch.from_file(str(path), size=size_bytes // dtype.itemsize, dtype=dtype)
             _there_and_back(mapped, fingerprint, device, method, what, send, read)

@@ -384,7 +384,7 @@ def main(registry: FamilyRegistry = FAMILIES) -> int:
         run(job_of(SampleJob, ExportJob, CompareJob, ChatJob), registry)
         settle()
         return 0
-    except Exception as error:  # the edge of the process: the traceback goes to standard error
+    except Exception as error:  # edge: the traceback goes to standard error
         traceback.print_exc()
         what = f"An unexpected error ended the process: {type(error).__name__}: {error}"
         explained = translated(

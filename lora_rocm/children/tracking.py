@@ -22,7 +22,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from lora_rocm.errors import LoraRocmError, MachineError
 from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.processes.jobs import TrackJob, job_of
-from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.load import load_recipe  # recipe: only read, for the trackers
 from lora_rocm.recipe.paths import settings_without_paths
 from lora_rocm.rundir.event_types import ErrorEvent, StepEvent, TelemetryEvent, ValidationEvent, WatchedEvent
 from lora_rocm.rundir.events import EventReader, emit
@@ -168,7 +168,7 @@ def main() -> int:
     try:
         track(job, lambda: closed.wait(POLL_S))
         return 0
-    except Exception as error:  # the edge of the process: a tracker may raise anything
+    except Exception as error:  # edge: a tracker may raise anything
         traceback.print_exc()
         emit(ErrorEvent(**_failed(job.tracker, f"{type(error).__name__}: {error}").to_event()))
         return MachineError.exit_code

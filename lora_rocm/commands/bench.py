@@ -18,7 +18,7 @@ from lora_rocm.foundation.files import followed, require_place, temporary_folder
 from lora_rocm.foundation.units import count_text, size_text
 from lora_rocm.processes.jobs import ComputeJob, LoaderJob, RowsJob, TransferJob
 from lora_rocm.processes.row_runner import Row, fields_of, run_rows
-from lora_rocm.recipe.load import LoadedRecipe, load_recipe
+from lora_rocm.recipe.load import LoadedRecipe, load_recipe  # recipe: the user names it
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.report.measured_line import WARM_UP, step_times
 from lora_rocm.report.progress_bar import make_progress

@@ -80,6 +80,7 @@ def request_of(prompt: str, options: Options, num_asked: int) -> AskRequest:
 def opened_chat(job: ChatJob) -> Iterator[Tool]:
     """Start and yield the child process of a chat. It ends at the end of the context."""
     with temporary_folder() as folder:
+        # input: its input has the messages
         command = heavy_command(CHILDREN["chat"].module, str(write_job(folder, job)), reads_input=True)
         with started(command, plan_here().applied_to(os.environ)) as child:
             yield child

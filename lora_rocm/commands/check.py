@@ -19,7 +19,7 @@ from lora_rocm.foundation.units import count_text, size_text
 from lora_rocm.model_files.models import BASE_JUDGED_BY
 from lora_rocm.planning.data_plan import RunPlan, Seen, plan_data, plan_texts, run_plan
 from lora_rocm.processes.jobs import CheckTextsJob
-from lora_rocm.recipe.load import LoadedRecipe, load_recipe
+from lora_rocm.recipe.load import LoadedRecipe, load_recipe  # recipe: the user names it
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.supervisor.trackers import require_trackers
 

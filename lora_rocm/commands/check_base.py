@@ -48,7 +48,7 @@ class Weighing:
             self._error = error
         except OSError as error:  # no disk space for the file, or no memory for the process
             self._error = storage_error(error, error.filename or tempfile.gettempdir())
-        except BaseException as error:  # of any class: result() raises it in the calling thread
+        except BaseException as error:  # edge: result() raises it in the calling thread
             self._error = error
 
     def result(self) -> Weighed:

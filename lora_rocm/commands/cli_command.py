@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from inspect import Parameter, signature
 from typing import Annotated, Any, get_type_hints
@@ -14,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from lora_rocm.commands.cli_help import PROGRAM, write_commands, write_examples, write_parameters
 from lora_rocm.commands.output import Failed, Failure, Output, OutputMode
+from lora_rocm.errors import StoppedError
 from lora_rocm.foundation.colour import help_for_terminal
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -30,8 +33,62 @@ Verbose = Annotated[
 ]
 
 
+ARGUMENTS = "lora-rocm arguments"
+"""Key of the whole command line in a context's ``meta``."""
+
+
+@contextmanager
+def usage_errors_as_documents(arguments: Sequence[str]) -> Iterator[None]:
+    """Print the document of a usage error on standard output if the command line has ``--json``.
+
+    The library then prints its text on standard error and ends with its exit code. The document is one line, because
+    some commands print JSON lines. Ctrl+C before a command begins is reported like one in a command.
+    """
+    is_json = asks_for_json(arguments)
+    try:
+        yield
+    except KeyboardInterrupt:
+        stopped = StoppedError("stopped", "Stopped.")
+        Output(OutputMode.JSON if is_json else OutputMode.HUMAN, follows=True).fail(stopped)
+        raise typer.Exit(stopped.exit_code) from None
+    except UsageError as raised:
+        if is_json:
+            error: Any = raised
+            path = error.ctx.command_path.split()[1:] if error.ctx is not None else []
+            help_line = " ".join((PROGRAM, *path, "--help"))
+            listed = "commands" if error.ctx is None or hasattr(error.ctx.command, "commands") else "options"
+            fix = f"{help_line} lists the {listed}."
+            failure = Failure("usage", error.format_message(), " ".join(path), fix, error.exit_code)
+            Output(OutputMode.JSON, follows=True).document(Failed(failure))
+        raise
+
+
+def asks_for_json(arguments: Sequence[str]) -> bool:
+    """Whether ``--json`` is among the options, even if they cannot be parsed. After ``--`` there are no options."""
+    options = itertools.takewhile(lambda word: word != "--", arguments)
+    return any(word == "--json" or word.startswith("--json=") for word in options)
+
+
 class Group(TyperGroup):
-    """A group of commands. Its help lists them by subject, with whole sentences."""
+    """A group of commands. Its help lists them by subject, with whole sentences.
+
+    The outermost group prints the documents of all usage errors, also for the groups and commands in it.
+    """
+
+    def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        if parent is not None:
+            return super().make_context(info_name, args, parent=parent, **extra)
+        given = [*args]
+        with usage_errors_as_documents(given):
+            context = super().make_context(info_name, args, **extra)
+        context.meta[ARGUMENTS] = given
+        return context
+
+    def invoke(self, ctx: Any) -> Any:
+        if ctx.parent is not None:
+            return super().invoke(ctx)
+        with usage_errors_as_documents(ctx.meta[ARGUMENTS]):
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(self.commands)
@@ -74,11 +131,8 @@ class Command(TyperCommand):
             return super().parse_args(ctx, args)
         except UsageError as raised:
             error: Any = raised
+            error.ctx = error.ctx or ctx  # the library's parser does not always know it
             error.message = self.explained(error.message.removeprefix("Value error, "), given)  # pydantic, of typer's
-            if "--json" in given:
-                what, where = error.format_message(), " ".join(ctx.command_path.split()[1:])
-                failure = Failure("usage", what, where, f"lora-rocm {where} --help lists the options.", error.exit_code)
-                Output(OutputMode.JSON).document(Failed(failure))
             raise
 
     def explained(self, message: str, args: list[str]) -> str:

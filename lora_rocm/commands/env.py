@@ -66,6 +66,7 @@ def result_of(situation: Situation, env_plan: EnvPlan) -> EnvResult:
 
 
 def _loaded(recipe: str, overrides: Sequence[str]) -> Recipe:
+    # recipe: the user names it
     from lora_rocm.recipe.load import load_recipe  # a slow import that env rarely needs
 
     return load_recipe(recipe, overrides).recipe

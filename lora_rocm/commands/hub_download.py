@@ -54,7 +54,7 @@ def download_base(offer: HubOffer, advance: Advance) -> Path:
     finally:
         for path in set(_incomplete(blobs)) - before:  # of this download, which nothing continues
             with contextlib.suppress(OSError):
-                path.unlink()
+                path.unlink()  # writes: its own incomplete files in the hub's cache
     advance(offer.num_bytes, offer.num_bytes)
     return folder
 

@@ -74,6 +74,7 @@ def copy_lora(source: Path, folder: Path, name: str) -> Path:
         raise file_exists(target) from None
     except OSError as error:
         with contextlib.suppress(OSError):
+            # writes: its own incomplete copy, under a name that was free
             target.unlink(missing_ok=True)  # incomplete
         raise storage_error(error, target) from error
     return target

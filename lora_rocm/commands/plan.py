@@ -33,7 +33,7 @@ from lora_rocm.planning.step_plan import CONTEXT_BYTES, MODES, Footprint, Plan, 
 from lora_rocm.planning.step_requirements import ADAPTER, RecipeJob, does_not_fit, job_of, plan_text
 from lora_rocm.processes.jobs import Counted, CountedGpu, PlanJob, QuantisedEncoder
 from lora_rocm.processes.tool import ask
-from lora_rocm.recipe.load import LoadedRecipe, load_recipe
+from lora_rocm.recipe.load import LoadedRecipe, load_recipe  # recipe: the user names it
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.environment import plan as environment_plan
 from lora_rocm.rules.memory_rules import budget_of, memory_table

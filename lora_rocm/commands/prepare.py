@@ -19,7 +19,7 @@ from lora_rocm.foundation.files import temporary_folder, write_json
 from lora_rocm.foundation.packages import require_packages
 from lora_rocm.foundation.units import count_text, time_text
 from lora_rocm.processes.process import Asked, OnEvent
-from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.load import load_recipe  # recipe: the user names it
 from lora_rocm.rules import mitigation_store
 from lora_rocm.rules.attention_refusal import require_fitting_attention
 from lora_rocm.rules.environment import environment_json, plan

@@ -10,7 +10,7 @@ from lora_rocm.errors import RecipeError
 from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.terminal_text import legible
 from lora_rocm.foundation.units import count_text
-from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.load import load_recipe  # recipe: the user names it
 from lora_rocm.recipe.standalone_text import standalone_text
 from lora_rocm.supervisor.queue_dir import QueueDir, QueueItem
 

@@ -21,7 +21,7 @@ from lora_rocm.foundation.files import remove
 from lora_rocm.foundation.terminal_text import legible
 from lora_rocm.foundation.units import count_text
 from lora_rocm.processes.process import Asked, stop_signals
-from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.load import load_recipe  # recipe: the user's own queue has it
 from lora_rocm.rundir.newest import is_run, new_run_path
 from lora_rocm.supervisor.queue_dir import QueueDir, QueueItem, locked
 

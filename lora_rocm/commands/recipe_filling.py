@@ -16,7 +16,7 @@ from lora_rocm.families.registry import FamilyRegistry
 from lora_rocm.foundation.files import temporary_folder, write_atomic
 from lora_rocm.foundation.names import BUILTIN
 from lora_rocm.foundation.units import count_text, size_text
-from lora_rocm.recipe.load import LoadedRecipe, load_recipe
+from lora_rocm.recipe.load import LoadedRecipe, load_recipe  # recipe: it was written a moment ago for the user
 from lora_rocm.recipe.presets import preset_changes, preset_named
 from lora_rocm.recipe.recipe_text import RecipeText, Value, written
 from lora_rocm.recipe.schema import DataSection, Recipe

@@ -30,7 +30,7 @@ from lora_rocm.foundation.terminal_text import printable, quoted
 from lora_rocm.hardware.ranks import Rank, rank_of
 from lora_rocm.hardware.wheels import NEWEST_TORCH, is_newer_than_run
 from lora_rocm.processes.process import Asked, OnEvent
-from lora_rocm.recipe.load import LoadedRecipe, load_recipe
+from lora_rocm.recipe.load import LoadedRecipe, load_recipe  # recipe: the user names it
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.report.report import write_report
 from lora_rocm.report.vram_spill import spill_bytes
@@ -332,7 +332,7 @@ class RunHandle:
             self._result = run.train(
                 self._events.put, lambda text: self._events.put(NoticeEvent(text=text)), self._asked
             )
-        except BaseException as error:  # of any class: result() raises it in the calling thread
+        except BaseException as error:  # edge: result() raises it in the calling thread
             self._error = error
         finally:
             self._events.put(None)

@@ -11,7 +11,7 @@ from lora_rocm.commands.worker_log import followed
 from lora_rocm.errors import UserError
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.processes.process import Asked
-from lora_rocm.recipe.load import load_recipe, shipped_recipes
+from lora_rocm.recipe.load import load_recipe, shipped_recipes  # recipe: the user names it
 from lora_rocm.report.progress_bar import make_progress
 from lora_rocm.rundir.event_types import Event
 

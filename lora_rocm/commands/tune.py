@@ -14,7 +14,7 @@ from lora_rocm.hardware.software_stack import stack_of
 from lora_rocm.hardware.tuned_choice import Choice, Tuned, path_of, store, stored, table_of
 from lora_rocm.processes.jobs import TuneProductsJob
 from lora_rocm.processes.row_runner import Row, how_it_died, run_rows
-from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.load import load_recipe  # recipe: the user names it
 from lora_rocm.rules.environment import plan
 from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.rules.tuned_rules import key_of

@@ -233,7 +233,7 @@ def _written(sample: Sample) -> str:
 
 def _read(text: str, options: ResolvedSource, row: int) -> tuple[Companion, ...]:
     found = []
-    for name, width, height, path, column in json.loads(text) if text else ():
+    for name, width, height, path, column in json.loads(text) if text else ():  # json: a record made in this process
         cell = DatasetRow(options.dataset or "", options.split, column, int(path or row)) if column else None
         found.append(Companion(name, cell or Path(path), width, height))
     return tuple(found)

@@ -233,6 +233,7 @@ class World:
         Raises:
             UserError: "ranks-differ", on every rank, if they differ.
         """
+        # json: an answer of another process of the same run
         found = [json.loads(text) for text in self.exchange(f"same {what}", json.dumps(dict(facts)))]
         differences = [
             f"{name}: rank 0 has {found[0].get(name, 'nothing')}, rank {rank} has {other.get(name, 'nothing')}"

@@ -194,7 +194,7 @@ def _mark_used(path: Path) -> None:
     """Set a file's mtime, the time of its last use, to now if it is older than a day and the cache is writable."""
     with contextlib.suppress(OSError):
         if time.time() - path.stat().st_mtime > MARK_AFTER_S:
-            os.utime(path)
+            os.utime(path)  # writes: the time of an entry of the cache, for cache prune
 
 
 def _holds(path: Path, content: bytes) -> bool:

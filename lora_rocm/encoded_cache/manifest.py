@@ -127,7 +127,7 @@ class ManifestStore:
             return None
         if mark:
             with contextlib.suppress(OSError):
-                os.utime(self.path)
+                os.utime(self.path)  # writes: the time of an entry of the cache, for cache prune
         return manifest
 
     def keep(self, manifest: Manifest, listing: str | None) -> None:
@@ -188,6 +188,7 @@ class ManifestStore:
         if hashlib.sha256(content).digest() != sha256:
             raise ValueError("damaged")
         batch = pyarrow.ipc.open_stream(content).read_next_batch()
+        # json: the program's own file, rebuilt if it is damaged
         header = json.loads(batch.schema.metadata[HEADER_KEY.encode()])
         batch = batch.replace_schema_metadata(None)
         check_table(batch, self._entries, self._sources)
@@ -231,7 +232,7 @@ class ManifestStore:
         with contextlib.suppress(OSError):  # the cache may be read-only
             for path in (self._root / kind / f"{part:02x}" / name for name in names):
                 if _old(path):
-                    os.utime(path)
+                    os.utime(path)  # writes: the time of an entry of the cache, for cache prune
 
 
 def _old(path: Path) -> bool:

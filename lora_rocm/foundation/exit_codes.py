@@ -48,7 +48,7 @@ def exit_code_of(
     except MemoryError:
         fix = "Close other programs, or raise the limit (ulimit -v)."
         error = MachineError("main-memory-full", "The main memory is used up.", fix=fix)
-    except Exception as raised:  # the edge of the process: one sentence for the user, the traceback in a file
+    except Exception as raised:  # edge: one sentence for the user, the traceback in a file
         with tempfile.NamedTemporaryFile(
             "w", prefix="lora-rocm-", suffix=".txt", delete=False, encoding="utf-8"
         ) as file:
@@ -68,5 +68,5 @@ def _without_reader() -> int:
 
     Otherwise Python complains when it flushes standard output at exit.
     """
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # writes: the system's null device
     return StoppedError.exit_code

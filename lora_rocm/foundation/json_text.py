@@ -50,7 +50,7 @@ def parse_json(text: str | bytes, *, repeated_keys: bool = False) -> Any:
     """
     hook: Callable[[Pairs], dict[str, Any]] | None = None if repeated_keys else _without_repeated_keys
     try:
-        return json.loads(text, object_pairs_hook=hook)
+        return json.loads(text, object_pairs_hook=hook)  # json: this is the one function that checks it
     except BadJson:
         raise
     except UnicodeDecodeError as error:

@@ -136,6 +136,7 @@ def _result(name: str, status: Status, seconds: float, detail: str) -> Result:
 def stored(folder: Path, stack: SoftwareAndGpu) -> SelftestVerdict | None:
     """Return the stored verdict on this stack, or None if it is missing or damaged; the self-test then runs again."""
     try:
+        # json: the program's own file, rebuilt if it is damaged
         found = verdict_from_json(json.loads(path_of(folder, stack).read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
         return None

@@ -107,7 +107,7 @@ def settings_from(environ: Mapping[str, str]) -> Settings:
     """
     text = environ.get(VARIABLE) or "{}"
     try:
-        value = json.loads(text)
+        value = json.loads(text)  # json: a job or an answer of another process of the same start
     except (ValueError, RecursionError):
         raise _damaged(text, "it is not JSON") from None
     if not isinstance(value, dict):

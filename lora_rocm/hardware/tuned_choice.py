@@ -87,6 +87,7 @@ def store(folder: Path, choice: Choice) -> None:
 def stored(folder: Path, kind: Kind, key: Mapping[str, Any]) -> Choice | None:
     """Return the stored choice for this key, or None if it is missing or damaged."""
     try:
+        # json: the program's own file, rebuilt if it is damaged
         found = choice_from_json(json.loads(path_of(folder, kind, key).read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lora_rocm.errors import Problem, RecipeError, UserError
 from lora_rocm.importing.config_files import ConfigFiles
+from lora_rocm.importing.known_secrets import KnownSecrets
 from lora_rocm.importing.recipe_text import recipe_text
 from lora_rocm.importing.registry import MODULES, trainer_of
 from lora_rocm.importing.rows import table_of
@@ -72,7 +73,9 @@ def import_files(paths: Sequence[Path], options: Sequence[str] = ()) -> Imported
     translator = translated(paths, options)
     # write a recipe that lora-rocm accepts
     missing = _fill_in(translator)
-    notices = _accepted(translator)
+    with translator.secrets.hidden_in_errors():
+        notices = _accepted(translator)
+    translator.hide_secrets()  # again: reasons of lora-rocm contain values
     given, table = translator.files.given, translator.table
     head = [
         f"Imported from {', '.join(each.file for each in given)}, a configuration of {table.name}.",
@@ -92,7 +95,7 @@ def import_files(paths: Sequence[Path], options: Sequence[str] = ()) -> Imported
         recipe_text(translator.values, head),
         tuple(outcomes),
         (*translator.unread, *translator.files.unread),
-        (*missing, *notices, *_paths_of_others(translator.values)),
+        tuple(map(translator.secrets.hidden, (*missing, *notices, *_paths_of_others(translator.values)))),
     )
 
 
@@ -116,10 +119,15 @@ def translated(paths: Sequence[Path], options: Sequence[str] = ()) -> Translator
     if not content.settings and not content.unread:
         fix = "Give the whole file that you pass to the other trainer."
         raise UserError("import-unreadable", "No setting in the file can be read.", where=main.file, fix=fix)
-    translator = Translator(table, files, content.settings, [*content.unread])
-    trainer.prepare(translator)
-    translator.run_table(trainer.functions)
-    trainer.finish(translator)
+    # translate; a value that reaches a secret key is hidden under the other keys too
+    secrets = KnownSecrets.of(content)
+    settings = [secrets.hidden_in(each) for each in content.settings]
+    translator = Translator(table, files, settings, secrets.hidden_of(content.unread), secrets=secrets)
+    with secrets.hidden_in_errors():
+        trainer.prepare(translator)
+        translator.run_table(trainer.functions)
+        trainer.finish(translator)
+    translator.hide_secrets()
     if table.warmup_from_zero and any(key in translator.values for key in WARMUPS):
         translator.take("optim.lr_warmup_from_zero", True, note=f"the first update has the rate 0 in {table.name}")
     return translator

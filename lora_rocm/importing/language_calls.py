@@ -54,7 +54,7 @@ def calls_of(file: ConfigFile) -> FileContent:
     kept = [_flat(each) for each in found.settings if each.key.removeprefix("later.") not in empty]
     if (method := _method(methods)) is not None:
         kept.append(method)
-    return FileContent(kept, found.unread)
+    return found.with_settings(kept)
 
 
 def _flat(setting: Setting) -> Setting:

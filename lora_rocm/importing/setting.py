@@ -39,10 +39,22 @@ RANDOM_WORD = re.compile(r"\b(?=[a-z0-9]*[A-Z])(?=[A-Z0-9]*[a-z])(?=(?:[A-Za-z]*
 HEX_KEY = re.compile(r"\b[0-9a-f]{40}\b")
 """Matches a key of Weights & Biases. A commit hash also matches."""
 OF_A_COMMIT = re.compile(r"revision|commit|sha|hash|ref|version", re.IGNORECASE)
-NOT_A_SECRET = re.compile(r"(?:max|new|keep|num|pad|eos|bos|special|add|class|trigger)_?\w*tokens?$|tokens?_\w+$", re.I)
+NOT_A_SECRET = re.compile(
+    r"(?:max|new|keep|num|pad|eos|bos|unk|cls|sep|mask|image|video|audio|special|add|class|trigger|placeholder|initializer"
+    r"|instance)_?\w*tokens?$|tokens?_\w+$",
+    re.IGNORECASE,
+)
+"""Matches names of keys for tokens of a tokenizer."""
+HIDDEN = "***"
+"""Shown in place of a secret."""
 MAX_SHOWN_LETTERS = 60
 MAX_READ_LETTERS = 1 << 14
 """Letters of a value of which the shown ones are a part: white space counts once."""
+
+
+def names_secret(key: str) -> bool:
+    """Whether a key of this name has a secret value."""
+    return SECRET.search(key) is not None and NOT_A_SECRET.search(key) is None
 
 
 def is_secret_text(text: str, key: str = "") -> bool:
@@ -62,12 +74,14 @@ class Setting:
         value: the parsed value. A mapping or a list of mappings is split into several settings, unless it is empty.
         file: path of the file, as written by the user or in another file; empty for a default of the trainer.
         line: line number from 1; 0 for a default or if unknown.
+        has_known_secret: whether the value contains one that also reaches a secret key (``known_secrets.py``).
     """
 
     key: str
     value: Value
     file: str = ""
     line: int = 0
+    has_known_secret: bool = False
 
     @property
     def is_default(self) -> bool:
@@ -76,8 +90,7 @@ class Setting:
 
     @cached_property
     def is_secret(self) -> bool:
-        named = SECRET.search(self.key) is not None and NOT_A_SECRET.search(self.key) is None
-        return named or is_secret_text(str(self.value), self.key)
+        return self.has_known_secret or names_secret(self.key) or is_secret_text(str(self.value), self.key)
 
     @property
     def where(self) -> str:
@@ -88,7 +101,7 @@ class Setting:
     def shown(self) -> str:
         """Return the value, shortened to one line. Secrets are never included."""
         if self.is_secret and self.value not in (None, "", False):
-            return "***"
+            return HIDDEN
         text = str(self.value).lower() if isinstance(self.value, bool) else str(self.value)
         text = one_line(text[:MAX_READ_LETTERS])
         return text if len(text) <= MAX_SHOWN_LETTERS else f"{text[: MAX_SHOWN_LETTERS - 3]}..."
@@ -109,14 +122,21 @@ class UnreadText:
 
 @dataclass
 class FileContent:
-    """Content of one file: its settings in order, and its unreadable parts."""
+    """Content of one file: its settings in order, its unreadable parts, and secrets that were found elsewhere in it."""
 
     settings: list[Setting] = field(default_factory=list)
     unread: list[UnreadText] = field(default_factory=list)
+    secrets: list[Value] = field(default_factory=list)
 
     def extend(self, other: FileContent) -> None:
         self.settings += other.settings
         self.unread += other.unread
+        self.secrets += other.secrets
+
+    def with_settings(self, settings: list[Setting]) -> FileContent:
+        """Return the content with other settings in place of the present ones. Secrets among these stay known."""
+        secrets = [each.value for each in self.settings if names_secret(each.key)]
+        return FileContent(settings, self.unread, [*self.secrets, *secrets])
 
 
 ESCAPED = str.maketrans({"\a": r"\a", "\b": r"\b", "\f": r"\f", "\n": r"\n", "\r": r"\r", "\t": r"\t", "\v": r"\v"})

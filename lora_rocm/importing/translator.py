@@ -11,6 +11,7 @@ from typing import Literal, NoReturn
 from lora_rocm.errors import UserError
 from lora_rocm.families.registry import FAMILIES
 from lora_rocm.importing.config_files import ConfigFiles
+from lora_rocm.importing.known_secrets import KnownSecrets
 from lora_rocm.importing.rows import MappingRow, TrainerTable
 from lora_rocm.importing.setting import Setting, UnreadText, Value
 from lora_rocm.recipe.kinds import every_kind
@@ -72,12 +73,14 @@ class Translator:
         values: maps dotted recipe keys to values. Keys of list items have indices: ``data.sources[0].path``.
         outcomes: outcomes of the settings so far.
         unread: parts of the files that could not be read.
+        secrets: values that reach a secret key.
     """
 
     table: TrainerTable
     files: ConfigFiles
     settings: Sequence[Setting]
     unread: list[UnreadText] = field(default_factory=list)
+    secrets: KnownSecrets = field(default_factory=KnownSecrets)
     values: dict[str, RecipeValue] = field(default_factory=dict)
     outcomes: list[Translated] = field(default_factory=list)
 
@@ -129,8 +132,8 @@ class Translator:
 
     def take(self, ours: str, value: Value, *settings: Setting, note: str = "") -> None:
         """Write a recipe key for these settings. ``note``: how the meaning differs; empty if it is the same."""
-        if isinstance(value, str | list) and (secret := [setting for setting in settings if setting.is_secret]):
-            for setting in secret:
+        if isinstance(value, str | list) and any(setting.is_secret for setting in settings):
+            for setting in settings:
                 self.skip(setting, NO_SECRETS)
             return
         known = self.values.get(ours)
@@ -260,6 +263,28 @@ class Translator:
             for row in self.outcomes
             if is_lost or not row.setting.is_default or id(row.setting) not in lost
         ]
+
+    def hide_secrets(self) -> None:
+        """Remove known secrets from everything that is written or printed.
+
+        Settings of the files are marked when they are read. Values, reasons and settings that a trainer's functions
+        make from them are not.
+        """
+        secrets = self.secrets
+        for key in [key for key, each in self.values.items() if secrets.are_in(each.value)]:
+            if key in self.values:
+                self.withdraw(key, NO_SECRETS, is_lost=False)
+        hidden: dict[int, Setting] = {}  # one object for each setting: ``withdraw`` compares identities
+
+        def of(setting: Setting) -> Setting:
+            return hidden.setdefault(id(setting), secrets.hidden_in(setting))
+
+        for key, each in self.values.items():
+            settings = tuple(map(of, each.settings))
+            self.values[key] = replace(each, settings=settings, note=secrets.hidden(each.note))
+        self.outcomes = [replace(row, setting=of(row.setting), note=secrets.hidden(row.note)) for row in self.outcomes]
+        self.unread = secrets.hidden_of(self.unread)
+        self.files.unread = secrets.hidden_of(self.files.unread)
 
 
 @cache

@@ -224,7 +224,7 @@ class WorkerPool:
                 else:
                     packed = next(batches, None)
                     self._told.put(("end", None) if packed is None else ("read", unpacked(packed)))
-            except Exception as error:  # the edge of a thread: ``_ask`` raises it again in the caller's thread
+            except Exception as error:  # edge: ``_ask`` raises it again in the caller's thread
                 self._told.put(("failed", _reason(error)))
 
     def _opened(self, loader: DataLoader[Any]) -> Iterator[bytes]:

@@ -17,7 +17,7 @@ from lora_rocm.families.base import family_for
 from lora_rocm.hardware.settings import VARIABLE, settings_from
 from lora_rocm.memory.footprint import counted, largest_of
 from lora_rocm.processes.jobs import CountJob, count_request, job_of
-from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.load import load_recipe  # recipe: only read, to count its memory
 from lora_rocm.rundir.event_types import ErrorEvent
 from lora_rocm.rundir.events import emit
 

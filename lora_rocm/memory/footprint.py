@@ -227,7 +227,7 @@ SHARED = set(OptimSection.model_fields) - {"optimizer"}
 
 def _remembered(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes())  # json: the program's own file, rebuilt if it is damaged
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -38,6 +38,7 @@ class FootprintProcess:
         self._is_asked = False
         try:
             self._child = subprocess.Popen(
+                # input: its input has the request
                 heavy_command(CHILDREN["count"].module, argument_of(CountJob(recipe)), reads_input=True),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,

@@ -37,7 +37,7 @@ def main() -> int:
     lazy_packages.install()
     try:
         module = importlib.import_module(sys.argv[0])
-    except Exception as error:  # the edge of the process: a broken package may raise anything while it is imported
+    except Exception as error:  # edge: a broken package may raise anything while it is imported
         return _reported(error)
     if not getattr(module, "IMPORTS_MORE", False):
         imported()

@@ -140,7 +140,7 @@ def read_job_text(text: str, kinds: Mapping[str, type[T]], where: str) -> T:
             unknown or of another type.
     """
     try:
-        value = json.loads(text)
+        value = json.loads(text)  # json: a job or an answer of another process of the same start
         child = value.pop(CHILD, None) if isinstance(value, dict) else None
         if not isinstance(child, str) or child not in kinds:
             raise MisfitError(f"it is a job for {short(child)}, but this process is for {' or '.join(kinds)}")

@@ -205,6 +205,7 @@ def started(command: Sequence[str], env: Mapping[str, str]) -> Iterator[Tool]:
     """
     with temporary_folder() as folder:
         log, output = folder / "tool.log", folder / "events.jsonl"
+        # writes: in its own folder among the system's temporary files
         with log.open("wb") as errors, output.open("wb") as events:
             LOG.debug("child process: %s", quoted(command))
             child = subprocess.Popen(
@@ -275,7 +276,7 @@ def run_for_json(
 def _last_object(output: bytes) -> dict[str, Any] | None:
     for line in reversed(output.splitlines()):
         try:
-            value = json.loads(line)
+            value = json.loads(line)  # json: a job or an answer of another process of the same start
         except ValueError:  # something a library printed
             continue
         if isinstance(value, dict):

@@ -13,7 +13,7 @@ from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.tables import read_table
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.recipe.kinds import Kinds, kinds_of
-from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.load import load_recipe  # recipe: it ships with the program
 from lora_rocm.recipe.recipe_fields import field_sections
 from lora_rocm.recipe.recipe_text import written
 from lora_rocm.recipe.schema import Recipe

@@ -54,7 +54,7 @@ def json_schema(registry: FamilyRegistry = FAMILIES) -> dict[str, Any]:
 
 def schema_of(kinds: Kinds) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the schema of a recipe class and the schemas of its sections by name. The caller may change both."""
-    schema = json.loads(_generated(kinds.recipe))
+    schema = json.loads(_generated(kinds.recipe))  # json: a record that this process made
     return schema, schema.pop("$defs")
 
 
@@ -65,7 +65,7 @@ def schema_of_section(kinds: Kinds, section: str) -> tuple[str, Schema]:
     """
     model = kinds.recipe.model_fields[section].annotation
     assert isinstance(model, type) and issubclass(model, BaseModel)
-    schema = json.loads(_generated(model))
+    schema = json.loads(_generated(model))  # json: a record that this process made
     schema.pop("$defs", None)
     return model.__name__, schema
 

@@ -7,7 +7,7 @@ import os
 from lora_rocm.errors import RecipeError
 from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.bounded_read import check_plain
-from lora_rocm.recipe.load import MAX_RECIPE_BYTES, load_recipe
+from lora_rocm.recipe.load import MAX_RECIPE_BYTES, load_recipe  # recipe: only read; nothing is written here
 from lora_rocm.rundir.layout import RunDir
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from lora_rocm.errors import ModelError, UserError
 from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.terminal_text import printable
-from lora_rocm.recipe.load import load_recipe, shipped_recipes
+from lora_rocm.recipe.load import load_recipe, shipped_recipes  # recipe: it ships with the program
 
 FAMILY_LINE = re.compile(r"^model:\n(?:(?: .*)?\n)*?  family: ([\w-]+)", re.MULTILINE)
 SENTENCE = re.compile(r".+?\.(?= |$)")

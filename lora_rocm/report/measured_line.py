@@ -23,7 +23,7 @@ from lora_rocm.foundation.units import count_text
 from lora_rocm.hardware.facts import Gpu, HostFacts, facts_from_json
 from lora_rocm.hardware.gpu_select import select
 from lora_rocm.hardware.settings import Attention
-from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.load import load_recipe  # recipe: only read, for one line of text
 from lora_rocm.recipe.schema import Recipe, sides_of
 from lora_rocm.rules.rule import SETTING
 from lora_rocm.rundir.event_types import (

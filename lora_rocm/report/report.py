@@ -26,7 +26,7 @@ from lora_rocm.model_files.peft_folder import peft_folders
 from lora_rocm.model_files.readers import PROGRAMS, readers_line
 from lora_rocm.page_parts.charts import Point, Series
 from lora_rocm.page_parts.texts import t
-from lora_rocm.recipe.load import MAX_RECIPE_BYTES, load_recipe
+from lora_rocm.recipe.load import MAX_RECIPE_BYTES, load_recipe  # recipe: only read, for the report
 from lora_rocm.recipe.saved_recipe import recipe_fault
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.report.concept_text import ADVICE, concept_quality, is_headline

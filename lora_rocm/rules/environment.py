@@ -97,6 +97,7 @@ class EnvPlan:
     @property
     def settings(self) -> Settings:
         """Settings of the rows with a variable that starts with "setting:"."""
+        # json: a job or an answer of another process of the same start
         chosen = {row.variable.removeprefix(SETTING): json.loads(row.value) for row in self.setting_rows}
         return Settings(**chosen)
 

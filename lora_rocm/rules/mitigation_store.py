@@ -173,7 +173,7 @@ def forget(folder: Path) -> list[tuple[Path, tuple[Kept, ...]]]:
     for path in sorted(folder.glob(f"{PREFIX}*.json")):
         entries = _read(path).entries
         try:
-            path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)  # writes: removes the link, where there is one
         except OSError as error:
             raise storage_error(error, path) from error
         gone.append((path, entries))
@@ -214,7 +214,7 @@ def notices(situation: Situation) -> list[str]:
 
 def _read(path: Path) -> Remembered:
     try:
-        whole = json.loads(path.read_bytes())
+        whole = json.loads(path.read_bytes())  # json: the program's own file, rebuilt if it is damaged
         if whole["format"] != FORMAT:
             raise ValueError(f"format {whole['format']}")
         return Remembered(tuple(map(_entry, whole["entries"])))

@@ -108,7 +108,7 @@ def _read_index(path: Path, version: FileVersion, key: bytes) -> tuple[EventLog,
     if not hmac.compare_digest(hmac.digest(key, content[SEAL_BYTES:], "sha256"), found[:SEAL_BYTES]):
         return None  # damaged, or written by somebody else
     end = found.index(b"\n", SEAL_BYTES)
-    about = json.loads(found[SEAL_BYTES:end])
+    about = json.loads(found[SEAL_BYTES:end])  # json: the program's own file, rebuilt if it is damaged
     if about["program"] != _program():
         return None
     offset, digest = int(about["offset"]), hashlib.sha256()

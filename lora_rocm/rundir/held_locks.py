@@ -21,7 +21,7 @@ def is_held(path: Path) -> bool:
     """Whether a process holds the lock of this file."""
     if is_link(path):  # its target is not a lock of this run
         return False
-    lock = FileLock(path)
+    lock = FileLock(path)  # writes: refuse_link comes before it; opened without following links, and nothing is written
     try:
         lock.acquire(blocking=False)
     except Timeout:

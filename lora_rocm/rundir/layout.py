@@ -137,7 +137,7 @@ class RunDir:
             write_json(self.names, {"name": name}, self.path)
             return
         try:
-            self.names.unlink(missing_ok=True)
+            self.names.unlink(missing_ok=True)  # writes: removes the link, where there is one
         except OSError as error:
             raise storage_error(error, self.names) from error
 
@@ -397,7 +397,7 @@ class RunDir:
 
     def create(self) -> RunDir:
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)  # writes: the run directory itself, which may be a link
         except OSError as error:
             raise storage_error(error, self.path) from error
         return self
@@ -468,7 +468,7 @@ class RunDir:
         self.require()
         probe = self.path / PROBE
         write_atomic(probe, bytes(PROBE_BYTES), self.path)
-        probe.unlink(missing_ok=True)
+        probe.unlink(missing_ok=True)  # writes: removes the link, where there is one
 
     def ask_to_stop(self) -> None:
         """Create the file ``stop``, which asks the worker to stop.

@@ -24,6 +24,7 @@ def accept(run_dir: RunDir) -> None:
     """
     keep_made(run_dir)
     try:
+        # writes: removes the link, where there is one
         run_dir.result.unlink(missing_ok=True)  # first, because it would mark the new recipe as complete
         if run_dir.recipe_asked.exists():
             rename(run_dir.recipe_asked, run_dir.recipe)
@@ -35,4 +36,4 @@ def accept(run_dir: RunDir) -> None:
 def withdraw(run_dir: RunDir) -> None:
     """Remove the requested recipe if it was not accepted."""
     with contextlib.suppress(OSError):  # harmless; the next start tries again
-        run_dir.recipe_asked.unlink(missing_ok=True)
+        run_dir.recipe_asked.unlink(missing_ok=True)  # writes: removes the link, where there is one

@@ -115,7 +115,7 @@ class LossWriter:
                     "Recording continues; the training is not affected."
                 )
             self._numbers = {name: number for number, name in enumerate(blocks.names[:num_names])}
-            file.truncate(end)
+            file.truncate(end)  # writes: its own open file
             if not end:
                 file.write(HEADER)
             self._file, self._size, self._num_names = file, max(end, len(HEADER)), num_names

@@ -20,7 +20,7 @@ from lora_rocm.foundation.names import name_key
 from lora_rocm.foundation.terminal_text import legible, quoted
 from lora_rocm.foundation.undecodable_names import NOT_TEXT, fix_of_name
 from lora_rocm.recipe.comparison import fixed_values, resume_differences
-from lora_rocm.recipe.load import LoadedRecipe, dump_recipe, load_recipe
+from lora_rocm.recipe.load import LoadedRecipe, dump_recipe, load_recipe  # recipe: the user names it
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.standard_input import INPUT_NAME
 from lora_rocm.rundir.layout import CHECKPOINT_NAME, RunDir
@@ -157,7 +157,7 @@ def settle(chosen: Chosen, loaded: LoadedRecipe, accept_changes: bool) -> bool:
         return True
     # A new run, or one that lost its recipe
     keep_made(run_dir)
-    run_dir.result.unlink(missing_ok=True)
+    run_dir.result.unlink(missing_ok=True)  # writes: removes the link, where there is one
     if not started:
         run_dir.set_name(name_key(recipe.output.name))  # before the recipe: without it, the files have the usual name
     write_atomic(run_dir.recipe, dump_recipe(recipe).encode("utf-8"), run_dir.path)

@@ -21,6 +21,8 @@ from lora_rocm.foundation.terminal_text import legible
 from lora_rocm.foundation.undecodable_names import NOT_TEXT, fix_of_name
 from lora_rocm.recipe.comparison import all_differences, fingerprint
 from lora_rocm.recipe.fork_keys import fork_problems
+
+# recipe: only read; the fork writes to the user's folders
 from lora_rocm.recipe.load import LoadedRecipe, dump_recipe, load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.mitigations import change_event

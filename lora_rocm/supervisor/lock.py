@@ -37,6 +37,7 @@ def locked(run_dir: RunDir) -> Iterator[None]:
         StorageError: the lock file cannot be created.
     """
     refuse_link(run_dir.parent_lock)
+    # writes: refuse_link comes before it; opened without following links, and nothing is written
     lock = FileLock(run_dir.parent_lock)
     try:
         lock.acquire(timeout=LOCK_WAIT_S)

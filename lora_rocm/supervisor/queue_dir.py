@@ -316,7 +316,7 @@ def locked(path: Path, wait_s: float, what: str, code: str) -> Iterator[None]:
         StorageError: it cannot be created, or is a link.
     """
     refuse_link(path)
-    lock = FileLock(path)
+    lock = FileLock(path)  # writes: refuse_link comes before it; opened without following links, and nothing is written
     try:
         lock.acquire(timeout=wait_s)
     except Timeout:

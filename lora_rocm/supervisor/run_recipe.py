@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lora_rocm.errors import UserError
 from lora_rocm.families.registry import FamilyRegistry
-from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.load import load_recipe  # recipe: this is the function that removes its folders
 from lora_rocm.recipe.paths import with_default_outputs
 from lora_rocm.recipe.schema import Recipe
 

@@ -113,7 +113,7 @@ def store(folder: Path, verdict: SelftestVerdict) -> None:
         write_json(path, verdict.to_json())
         return
     try:
-        path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)  # writes: removes the link, where there is one
     except OSError as error:
         raise storage_error(error, path) from error
 

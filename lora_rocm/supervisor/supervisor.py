@@ -134,7 +134,7 @@ class Supervisor:
             StoppedError: the user asked to stop, and the worker had to be killed.
             WorkerHungError: the worker hung and there is no restart, or it cannot be killed.
         """
-        self.run_dir.stop.unlink(missing_ok=True)
+        self.run_dir.stop.unlink(missing_ok=True)  # writes: removes the link, where there is one
         with stop_signals() if self.asked is None else nullcontext(self.asked) as asked:
             while True:
                 outcome = self._start(asked)
@@ -206,7 +206,7 @@ class Supervisor:
     def _state(self, limits: Limits, rank: int) -> WatchState:
         run_dir = self.run_dir
         with suppress(OSError):  # a folder of that name: the worker reports it
-            run_dir.stacks(rank).unlink(missing_ok=True)
+            run_dir.stacks(rank).unlink(missing_ok=True)  # writes: removes the link, where there is one
         return WatchState(
             limits,
             self.clock(),

@@ -65,6 +65,7 @@ class Trackers:
             log = self._run_dir.tracker_log(name)
             reader = EventReader(log, size_of(log), (ErrorEvent,))
             job = TrackJob(run_dir=self._run_dir.path, tracker=name, project=self._output.log_project, offset=offset)
+            # input: it sends the waiting values before it ends
             command = heavy_command(CHILDREN["track"].module, argument_of(job), reads_input=True)
             with open_in_place(log) as file:
                 child = subprocess.Popen(

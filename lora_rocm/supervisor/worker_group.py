@@ -98,7 +98,7 @@ def run_workers(
     Raises:
         LoraRocmError: the error of a failed worker, as in ``worker_process.Worker.verdict``.
     """
-    run_dir.stop.unlink(missing_ok=True)
+    run_dir.stop.unlink(missing_ok=True)  # writes: removes the link, where there is one
     listening = stop_signals() if asked is None else contextlib.nullcontext(asked)
     with listening as asked, contextlib.ExitStack() as stack:
         envs = environments(env, size)

@@ -65,6 +65,7 @@ def worker_command(
     worker: module with the worker's ``main``; None means lora-rocm's own, with its own model families.
     began_s: time when the user's command began, in seconds since the epoch.
     """
+    # input: the worker saves before it ends
     command = heavy_command(worker or WORKER, str(run_dir.path), reads_input=True)
     command += ["--checkpoint", str(checkpoint)] if checkpoint else []
     command += ["--accept-changes"] if accept_changes else []
@@ -260,7 +261,7 @@ def run_worker(
     Raises:
         LoraRocmError: an error as in ``Worker.verdict``.
     """
-    run_dir.stop.unlink(missing_ok=True)
+    run_dir.stop.unlink(missing_ok=True)  # writes: removes the link, where there is one
     listening = stop_signals() if asked is None else contextlib.nullcontext(asked)
     with listening as asked, Worker(run_dir, env, command) as worker:
         follow([worker], asked, lambda rank, event: on_event(event), notify)

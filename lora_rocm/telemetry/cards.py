@@ -54,7 +54,7 @@ class TelemetryJob:
 
     @classmethod
     def from_text(cls, text: str) -> TelemetryJob:
-        fields = json.loads(text)
+        fields = json.loads(text)  # json: a job or an answer of another process of the same start
         cards = Cards(**{**fields["cards"], "addresses": tuple(fields["cards"]["addresses"])})
         return cls(cards, tuple(fields["pids"]), fields["every_s"], fields["root"])
 

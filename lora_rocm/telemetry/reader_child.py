@@ -117,7 +117,7 @@ def main() -> int:
     threading.Thread(target=leave_with_parent, daemon=True).start()
     try:
         read_on(reader_for(job, lambda: family(job.pids)), emit, wait)
-    except Exception as error:  # the edge of the process: a driver's library may answer anything
+    except Exception as error:  # edge: a driver's library may answer anything
         traceback.print_exc()
         emit(NoticeEvent(text=f"Temperature, power and memory of the GPU are no longer read: {error}."))
     return EXPLAINED

@@ -213,7 +213,7 @@ def _remove(path: Path) -> None:
     If the folder is a link (the user moved the checkpoint to another disk), only the link is deleted.
     """
     if is_folder(path):
-        (path / STATE_FILE).unlink(missing_ok=True)
+        (path / STATE_FILE).unlink(missing_ok=True)  # writes: in a folder that is not a link
     remove(path)
 
 

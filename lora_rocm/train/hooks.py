@@ -148,6 +148,7 @@ class TensorBoard:
         if self._writer is None and self._wanted:
             from torch.utils.tensorboard import SummaryWriter
 
+            # writes: refuse_link of its folder comes before; a new name each time
             self._writer = SummaryWriter(str(self._folder))
         return self._writer
 

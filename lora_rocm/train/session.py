@@ -119,7 +119,7 @@ class Stacks:
             return
         self._armed_at, self._doing = now, doing
         self._file.seek(0)
-        self._file.truncate()
+        self._file.truncate()  # writes: its own open file
         faulthandler.dump_traceback_later(after_s, file=self._file)
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from lora_rocm.families.objectives.loss import losses
 from lora_rocm.kernels.backend import kernels_seen, launching_on_meta
 from lora_rocm.memory.footprint import inputs_on_meta, largest_of, meta_model
 from lora_rocm.processes.jobs import StepRequest
-from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.load import load_recipe  # recipe: the run's own, for its training
 
 
 def compile_step(step: StepRequest, dtype: torch.dtype) -> Collection[str]:

@@ -35,7 +35,7 @@ from lora_rocm.memory.footprint_process import footprint_process
 from lora_rocm.processes.jobs import CountRequest
 from lora_rocm.processes.process import stop_signals
 from lora_rocm.recipe.comparison import shared_values
-from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.load import load_recipe  # recipe: the run's own, for its training
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.mitigations import mitigation_table
 from lora_rocm.rundir.event_types import Emit, EndEvent, ErrorEvent, PhaseEvent, StartEvent
@@ -66,7 +66,9 @@ def main(arguments: list[str] | None = None, registry: FamilyRegistry = FAMILIES
         "--attempt", type=int, default=0, help="number that selects the noise; each number gives other noise"
     )
     parser.add_argument(
-        "--stacks-after", type=json.loads, help="JSON: phase -> seconds of silence after which all stacks are written"
+        "--stacks-after",
+        type=json.loads,  # json: the supervisor's own text
+        help="JSON: phase -> seconds of silence after which all stacks are written",
     )
     parser.add_argument("--prepare", action="store_true", help="fill the caches and check the kernels, then end")
     parser.add_argument("--began", type=float, help="when the command began, in seconds since the epoch")
@@ -80,6 +82,7 @@ def main(arguments: list[str] | None = None, registry: FamilyRegistry = FAMILIES
         if options.recipe is None:
             run_dir.require()
         refuse_link(run_dir.lock_of(me.rank))
+        # writes: refuse_link comes before it; opened without following links, and nothing is written
         lock = filelock.FileLock(run_dir.lock_of(me.rank), timeout=ORPHAN_LOCK_WAIT_S)
         # A signal to the whole job also reaches the parent, which decides and asks this process by the file "stop".
         with stop_signals(), outliving_stdout(), lock:
@@ -89,7 +92,7 @@ def main(arguments: list[str] | None = None, registry: FamilyRegistry = FAMILIES
     except filelock.Timeout:
         print(f"another worker still holds {run_dir.path}", file=sys.stderr, flush=True)  # noqa: T201 - worker.log
         return MachineError.exit_code
-    except Exception as error:  # the edge of the process: recorded as an event, and the traceback in worker.log
+    except Exception as error:  # edge: recorded as an event, and the traceback in worker.log
         traceback.print_exc()
         explained = _explained(error, run_dir, me)
         with contextlib.suppress(StorageError):  # a full disk has no room for the event

@@ -133,7 +133,7 @@ class Background:
             work.result = function(work)
         except LoraRocmError as error:
             work.error = error
-        except Exception as error:  # the edge of a thread: the page shows it, and the server goes on
+        except Exception as error:  # edge: the page shows it, and the server goes on
             what = f"This failed in an unexpected way: {type(error).__name__}: {error}"
             work.error = LoraRocmError("page-failed", what, fix="Please report this as a bug.")
         finally:

@@ -250,7 +250,7 @@ class ChatHost:
             reason = ended.reason
         except LoraRocmError as error:
             failure = Failure.of(error)
-        except Exception as error:  # the edge of a thread: the page shows it, and the server goes on
+        except Exception as error:  # edge: the page shows it, and the server goes on
             what = f"The chat failed in an unexpected way: {type(error).__name__}: {error}"
             failure = Failure.of(LoraRocmError("page-failed", what, fix="Please report this as a bug."))
         self._finish(child, failure, reason)

@@ -167,5 +167,5 @@ class Edits:
             make_folder(folder)
         except OSError as error:
             raise storage_error(error, folder) from error
-        with self._locks[str(path)], FileLock(folder / ".lock"):
+        with self._locks[str(path)], FileLock(folder / ".lock"):  # writes: in the program's own folder
             yield

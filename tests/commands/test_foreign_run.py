@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import tempfile
@@ -23,9 +24,10 @@ from lora_rocm.recipe.sections import path_rule
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.run_recipe import recipe_of_run
 from tests.commands.test_chat import fake
+from tests.markers import markers, unmarked
 from tests.program import RECIPE, Program, images, snapshot
 from tests.supervisor.fake_run import write_whole_run
-from tests.test_architecture import PACKAGE, imports_of, package_modules
+from tests.test_architecture import PACKAGE, Module, package_modules
 from tests.tiny_llm import write_tiny_llm
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
 
@@ -36,14 +38,6 @@ lora: {rank: 2}
 train: {max_train_steps: 1, mixed_precision: "no"}
 runtime: {device: cpu}
 """
-TRAIN_OR_ONLY_READ = {
-    "commands.bench", "commands.check", "commands.env", "commands.plan", "commands.prepare", "commands.start_run",
-    "commands.train", "commands.tune", "train.worker", "supervisor.choose_run_dir", "supervisor.run_recipe",
-    "children.tracking", "report.report", "recipe.saved_recipe", "recipe.shipped", "commands.recipe_filling", "api",
-    "commands.queue", "commands.queue_run", "supervisor.fork", "train.step_compiler", "memory.count_child",
-    "ui.image_set.reading", "ui.pages.run_fork", "recipe.presets", "report.measured_line",
-}  # fmt: skip
-"""Modules that get a recipe that the user names, or write nothing that it decides."""
 
 
 @pytest.fixture
@@ -223,11 +217,30 @@ def test_the_cache_of_the_recipe_is_used_only_if_it_is_one(
     assert recipe_of_run(recipe, FAMILIES, spare).cache.dir == str(place if kind == "cache" else tmp_path / "cache")
 
 
+def unexplained(module: Module) -> list[str]:
+    """Imports of ``load_recipe`` without a reason.
+
+    ``recipe_of_run`` reads the recipe of a run, and removes its folders. A module that reads a recipe as it is gets one
+    that the user names, or writes nothing that the recipe decides; a comment at the import has the reason.
+    """
+    places = [
+        (node.lineno, node.end_lineno or node.lineno)
+        for node in module.nodes
+        if isinstance(node, ast.ImportFrom)
+        and node.module == f"{PACKAGE}.recipe.load"
+        and any(alias.name == "load_recipe" for alias in node.names)
+    ]
+    return list(unmarked(module.name, module.source, "recipe", places))
+
+
 def test_commands_on_a_run_read_its_recipe_by_the_function_that_takes_its_folders_away() -> None:
-    using = {
-        module.name.removeprefix(f"{PACKAGE}.")
-        for module in package_modules()
-        for found in imports_of(module)
-        if (found.target, found.name) == (f"{PACKAGE}.recipe.load", "load_recipe")
-    }
-    assert using == TRAIN_OR_ONLY_READ
+    assert [fault for module in package_modules() for fault in unexplained(module)] == []
+    assert sum(len(markers(module.source, "recipe")) for module in package_modules()) > 10  # they are read
+
+
+def test_a_recipe_that_is_read_as_it_is_without_a_reason_is_noticed() -> None:
+    line = f"from {PACKAGE}.recipe.load import load_recipe"
+    wrong = (line, f"def f():\n    {line} as read", f"{line}  # recipe: ok", "x = 1  # recipe: the user names it")
+    for source in wrong:
+        assert unexplained(Module(f"{PACKAGE}.commands.share", source)), source
+    assert unexplained(Module(f"{PACKAGE}.commands.share", f"{line}  # recipe: the user names it")) == []

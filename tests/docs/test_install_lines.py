@@ -79,7 +79,7 @@ def with_simulated(words: list[str], vendors: dict[str, Path]) -> list[str]:
 
 def test_the_lines_name_torch_and_index_of_the_table() -> None:
     found = [block.words(command) for tool in ("pip", "uv") for block, command in lines(tool)]
-    assert len(found) == 4
+    assert len(found) >= 4
     for words in found:
         assert WHEEL in words
         (index,) = (each for each in indexes().values() if each.url in words)

@@ -23,7 +23,7 @@ def test_the_readme_is_short() -> None:
 
 def test_every_recipe_of_the_table_ships() -> None:
     recipes = [match["recipe"] for match in ROW.finditer(README)]
-    assert len(recipes) == 7 and all((ROOT / "recipes" / name).is_file() for name in recipes)
+    assert len(recipes) >= 7 and all((ROOT / "recipes" / name).is_file() for name in recipes)
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def test_the_largest_launch_of_each_kernel_spills_nothing_and_takes_no_more_than
 ) -> None:
     """Every launch of a step: the slow test below."""
     names = worst(sdxl, gfx)
-    assert len(sdxl) > 40 and len(names) == len({name.partition(" ")[0] for name in sdxl}) == 18
+    assert len(sdxl) > 40 and len(names) == len({name.partition(" ")[0] for name in sdxl}) >= 18
     check(gfx, {name: used(sdxl[name], gfx) for name in names})
 
 

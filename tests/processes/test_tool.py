@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import os
 import signal
@@ -20,11 +21,12 @@ import pytest
 from lora_rocm.errors import MachineError, StorageError, UserError, WorkerDiedError
 from lora_rocm.foundation import files
 from lora_rocm.foundation.safe_path import python_command
-from lora_rocm.processes import tool
 from lora_rocm.processes.tool import run_for_json, run_tool
 from lora_rocm.rundir.layout import RunDir
 from tests.command_line import command_line
+from tests.markers import markers, unmarked
 from tests.supervisor.fake_run import write_whole_run
+from tests.test_architecture import Module, package_modules
 from tests.wording import saying, says
 
 
@@ -214,8 +216,24 @@ def test_a_child_ends_with_a_parent_that_was_killed(tmp_path: Path, monkeypatch:
     child.wait(timeout=20)
 
 
+def unexplained(module: Module) -> list[str]:
+    """Children that are started with ``reads_input`` without a comment on what their input is for."""
+    places = [
+        (node.lineno, node.end_lineno or node.lineno)
+        for node in module.nodes
+        if isinstance(node, ast.Call) and any(given.arg == "reads_input" for given in node.keywords)
+    ]
+    return list(unmarked(module.name, module.source, "input", places))
+
+
 def test_only_modules_that_watch_their_input_themselves_are_left_alone() -> None:
     """The worker saves before it leaves, a tracker sends what is waiting, and the others work from their input."""
-    package = Path(tool.__file__).parents[1]
-    own = {path.stem for path in package.rglob("*.py") if "reads_input=True" in path.read_text(encoding="utf-8")}
-    assert own == {"worker_process", "trackers", "chat_session", "kernel_processes", "footprint_process"}
+    assert [fault for module in package_modules() for fault in unexplained(module)] == []
+    assert sum(len(markers(module.source, "input")) for module in package_modules()) > 3  # they are read
+
+
+def test_a_child_that_reads_its_input_without_a_reason_is_noticed() -> None:
+    call = "command = heavy_command(name, reads_input=True)"
+    assert unexplained(Module("lora_rocm.commands.x", call))
+    assert unexplained(Module("lora_rocm.commands.x", "a = 1  # input: it has the messages"))
+    assert unexplained(Module("lora_rocm.commands.x", f"{call}  # input: it has the messages")) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from lora_rocm.ui.access import Access
 from lora_rocm.ui.application import create_app
 from lora_rocm.ui.context import UiContext
 from lora_rocm.ui.folders import Folders
+from tests.markers import markers
 from tests.report.measured_run import write_measured_run
 from tests.supervisor.fake_run import RECIPE
 from tests.ui.drawn_grid import with_grid
@@ -72,6 +74,20 @@ def named_in(module: Any) -> frozenset[str]:
             places = [node.slice]
         found |= {each.value for each in places if isinstance(each, ast.Constant) and isinstance(each.value, str)}
     return frozenset(name for name in found if name.isidentifier())
+
+
+@cache
+def fields_outside(endpoint: Any) -> frozenset[str]:
+    """Fields that a handler reads at a comment ``# outside: REASON``: the user names a folder anywhere."""
+    source = textwrap.dedent(inspect.getsource(endpoint))
+    known = markers(source, "outside")
+    lines = {line for line in known} | {line + 1 for line, is_alone in known.items() if is_alone}
+    constants = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    return frozenset(
+        node.value
+        for node in constants
+        if node.lineno in lines and isinstance(node.value, str) and node.value.isidentifier()
+    )
 
 
 def recorded_names(monkeypatch: pytest.MonkeyPatch) -> set[str]:

@@ -142,7 +142,7 @@ def _in_order(record: Completion | Conversation | Pair) -> dict[str, Any]:
 
 
 def _sorted(value: Any) -> Any:
-    return json.loads(json.dumps(value, default=_as_json, ensure_ascii=False, sort_keys=True))
+    return json.loads(json.dumps(value, default=_as_json, ensure_ascii=False, sort_keys=True))  # json: written here
 
 
 def _as_json(value: Any) -> object:
@@ -162,7 +162,7 @@ def read(text: str) -> Record:
     """Convert a string from ``written`` back to the record."""
     if not text.startswith(MARK):
         return text
-    found = json.loads(text[1:])
+    found = json.loads(text[1:])  # json: a record that this process made
     if isinstance(found, str):
         return found
     if "chosen" in found:

@@ -74,7 +74,7 @@ def row_edge(what: str, fix: str, shared: Shared | None = None) -> Iterator[None
         yield
     except UnusableText:
         raise
-    except BaseException as error:
+    except BaseException as error:  # edge: a library may raise anything for a row
         if not is_of_a_row(error):
             raise
         reason = f"{what}: {reason_of(error)}."

@@ -44,7 +44,7 @@ def separated(stored: str) -> list[str]:
     """Return the texts of a string from ``joined``. Any other string is returned as the only element."""
     if not stored.startswith(ROW):
         return [stored]
-    found: list[str] = json.loads(stored[len(records.MARK) :])
+    found: list[str] = json.loads(stored[len(records.MARK) :])  # json: a record that this process made
     return found
 
 
@@ -58,7 +58,7 @@ def resolved(stored: str, source: ResolvedSource) -> str:
         return joined([resolved(each, source) for each in separated(stored)])
     if not stored.startswith(REFERENCE):
         return stored
-    position, part, pairs, digest = json.loads(stored[len(REFERENCE) :])
+    position, part, pairs, digest = json.loads(stored[len(REFERENCE) :])  # json: a record that this process made
     try:
         record = records.record_of(row_at(source, position), pairs)
         text = records.written(record if part is None else records.part(record, part))

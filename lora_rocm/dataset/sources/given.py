@@ -41,7 +41,7 @@ class Given:
         """Return the values that the property ``text`` converted to text."""
         if not text:
             return cls()
-        values = json.loads(text)
+        values = json.loads(text)  # json: a record that this process made
         crop = values["crop"]
         return cls(values["loss_weight"], None if crop is None else rectangle(crop), tuple(values["captions"]))
 

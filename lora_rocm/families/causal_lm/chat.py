@@ -477,6 +477,7 @@ class ChatTokenizer:
     def _growth(self) -> float:
         """Maximum number of characters that the tokenizer's normalizer or decoder writes per input character."""
         parts = (self._backend.normalizer, self._backend.decoder)
+        # json: a library prints it
         return max(1.0, *(growth_of(json.loads(each.__getstate__())) for each in parts if each is not None))
 
     def _encoded(self, text: str, letter: str) -> tuple[list[int], list[int]]:

@@ -157,7 +157,7 @@ def ids_beyond(tokenizer: Any, rows: int) -> dict[str, int]:
 
 def _written_around(post_processor: Any) -> Iterator[int]:
     """Yield the ids that a post-processor adds around a text, read from its JSON."""
-    parts: list[Any] = [json.loads(post_processor.__getstate__())]
+    parts: list[Any] = [json.loads(post_processor.__getstate__())]  # json: a library prints it
     while parts:
         part = parts.pop()
         if isinstance(part, Mapping):

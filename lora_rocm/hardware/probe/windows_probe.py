@@ -155,7 +155,7 @@ def _adapter(values: Mapping[str, Any]) -> DisplayAdapter | None:
 def adapters_from_json(reads: ProbeReads, text: str) -> list[DisplayAdapter]:
     """Return the adapters in the output of ``ADAPTERS_SCRIPT``, which is a JSON object or a list of objects."""
     try:
-        found = json.loads(text.lstrip("\ufeff").strip() or "[]")
+        found = json.loads(text.lstrip("\ufeff").strip() or "[]")  # json: a tool of the system prints it
     except (ValueError, RecursionError):
         reads.note("powershell", f"its output has an unexpected format: {text.strip()[:40]!r}")
         return []

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from lora_rocm.importing.setting import FileContent, Setting, UnreadText, Value
+from lora_rocm.importing.setting import FileContent, Setting, UnreadText, Value, names_secret
 
 Shell = Literal["sh", "bat", "ps1"]
 CONTINUATION: dict[Shell, str] = {"sh": "\\", "bat": "^", "ps1": "`"}
@@ -22,6 +22,8 @@ VARIABLE: dict[Shell, re.Pattern[str]] = {
     "bat": re.compile(r"%(\w+)%"),
     "ps1": re.compile(r"\$(?:env:)?\{?(\w+)\}?", re.IGNORECASE),
 }
+ASSIGNED_BEFORE = re.compile(r"""(\s*(?:export\s+)?\w+=(?:"[^"]*"|'[^']*'|[^\s;&|"'()]*))\s*(?:;|&&)\s*(?=\S)""")
+"""Matches an assignment that precedes a command in its line."""
 COMMENT: dict[Shell, re.Pattern[str]] = {
     "sh": re.compile(r"^\s*#"),
     "bat": re.compile(r"^\s*(?:@?rem\b|::)", re.IGNORECASE),
@@ -33,6 +35,10 @@ UNSET = re.compile(r"\$\{?\w|%\w+%|\$\(|^@\w+$")
 """Matches a variable or command that is left in a word because its value is unknown."""
 SEVERAL = re.compile(r"\$\{\w+\[@\]\}$|@\w+$|\$\w*(?:args|options|params)$", re.IGNORECASE)
 """Matches a shell variable that holds a list of words: ``${args[@]}``, ``@args``, ``$ext_args``."""
+NAMED_VALUE = re.compile(r"""(?<![\w.-])-{0,2}([\w.:-]+)(?=(\s*[=:]\s*|\s+)("[^"]*"|'[^']*'|[^\s"';|&]+))""")
+"""Matches a variable or option with its value, in any command."""
+LOGIN = re.compile(r"""\blogin\s+(?:--?[\w-]+\s+)*["']?([^\s"';|&-][^\s"';|&]*)""")
+"""Matches a command such as ``wandb login`` with its secret."""
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?$")
 
 
@@ -58,6 +64,7 @@ def command_settings(text: str, file: str, program: re.Pattern[str], shell: Shel
     for number, line in _whole_lines(text, shell):
         if COMMENT[shell].match(line):
             continue
+        found.secrets += _secrets_in(_replaced(line, variables, shell))
         assigned = ASSIGNMENT[shell].match(line)
         value = _assigned(_replaced(assigned[2], variables, shell), shell) if assigned is not None else None
         named = program.search(line)
@@ -123,6 +130,7 @@ def options_of(words: list[str], file: str, line_of: _LineOf, program: re.Patter
             values.append(words[at])
             at += 1
         line, key = line_of(name), name.lstrip("-")
+        found.secrets += _spellings(values) if names_secret(key) else ()
         unknown = next((text for text in values if UNSET.search(text)), None)
         if unknown is not None:
             found.unread.append(
@@ -141,10 +149,25 @@ def assignments(words: Sequence[str], file: str) -> FileContent:
     for word in words:
         name, equals, value = word.lstrip("-").partition("=")
         if name and equals:
+            found.secrets += _spellings([value]) if names_secret(name) else ()
             found.settings.append(Setting(name, _value(value), file))
         else:
             found.unread.append(UnreadText(file, 0, f"{word} is not NAME=VALUE"))
     return found
+
+
+def _secrets_in(command: str) -> Iterator[Value]:
+    """Yield the secrets of a command of any program: values of variables and options with secret names, and logins."""
+    for name, between, word in NAMED_VALUE.findall(command):
+        if names_secret(name.rpartition(":")[2]) and (between.strip() or f"-{name}" in command):
+            yield from _spellings([_without_quotes(word)])
+    yield from _spellings(LOGIN.findall(command))
+
+
+def _spellings(words: Sequence[str]) -> Iterator[Value]:
+    """Yield words as written and as parsed: 0071 becomes 71."""
+    for word in words:
+        yield from (word, _value(word))
 
 
 def _is_option(word: str) -> bool:
@@ -179,6 +202,9 @@ def _whole_lines(text: str, shell: Shell) -> Iterator[tuple[int, str]]:
             parts = []
         if not parts:
             first = number
+        while not parts and shell == "sh" and (assigned := ASSIGNED_BEFORE.match(line)) is not None:
+            yield number, assigned[1]
+            line = line[assigned.end() :]
         stripped = line.rstrip()
         is_open = stripped.endswith(CONTINUATION[shell])
         parts.append(stripped[:-1] if is_open else line)

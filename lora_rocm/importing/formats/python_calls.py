@@ -7,11 +7,12 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
 from lora_rocm.foundation.json_text import BadJson, parse_json
-from lora_rocm.importing.setting import FileContent, Setting, UnreadText, Value, is_secret_text
+from lora_rocm.importing.setting import FileContent, Setting, UnreadText, Value, is_secret_text, names_secret
 
 MAGIC = re.compile(r"^\s*[!%?]")
 CELL_MAGIC = re.compile(r"^\s*%%(?!time|capture)")
@@ -66,6 +67,7 @@ def call_settings(
             line = code.line(getattr(error, "lineno", 0) or 1)
             found.unread.append(UnreadText(file, line, "is not valid Python"))
     constants = _constants([tree for _, tree in trees])
+    found.secrets += _secrets_in([tree for _, tree in trees], constants)
     seen = set[str]()
     for code, tree in trees:
         calls = [
@@ -201,6 +203,37 @@ def _constants(trees: Sequence[ast.Module]) -> dict[str, Value]:
             except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
                 continue
     return values
+
+
+def _secrets_in(trees: Sequence[ast.Module], constants: Mapping[str, Value]) -> Iterator[Value]:
+    """Yield the values of all names, keywords and keys with secret names, and the arguments of logins."""
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        pairs: list[tuple[str, ast.expr | None]] = []
+        match node:
+            case ast.Assign(targets=targets, value=value):
+                pairs = [(_key_of(target), value) for target in targets]
+            case ast.AnnAssign(target=target, value=given):
+                pairs = [(_key_of(target), given)]
+            case ast.keyword(arg=str(name), value=value):
+                pairs = [(name, value)]
+            case ast.Dict(keys=keys, values=values):
+                pairs = [(_key_of(key), value) for key, value in zip(keys, values, strict=True)]
+            case ast.Call(func=function, args=arguments) if _name_of(function) == "login":
+                pairs = [("token", argument) for argument in arguments]
+        for name, each in pairs:
+            if each is not None and names_secret(name):
+                with suppress(ValueError):
+                    yield _literal(each, constants)
+
+
+def _key_of(node: ast.expr | None) -> str:
+    """Return the name or the constant key that a value is given to; empty if there is none."""
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name) | ast.Constant(value=str(name)):
+            return name
+        case ast.Subscript(slice=place):
+            return _key_of(place)
+    return ""
 
 
 def _literal(node: ast.expr, constants: Mapping[str, Value]) -> Value:

@@ -76,7 +76,7 @@ def _read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
             continue
         key = PROCESS.sub("", each.key) if (at := PROCESS.match(each.key)) is None or at[1] == "0" else each.key
         kept.append(Setting(key, _named(each.value, name), each.file, each.line))
-    return FileContent(kept, found.unread)
+    return found.with_settings(kept)
 
 
 def _named(value: Value, name: str) -> Value:

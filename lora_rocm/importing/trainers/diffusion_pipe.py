@@ -87,7 +87,7 @@ def _settings_of(file: ConfigFile) -> FileContent:
     if not any(setting.key.startswith("directory[") for setting in content.settings):
         return content
     below = [Setting(f"dataset.{each.key}", each.value, each.file, each.line) for each in content.settings]
-    return FileContent(below, content.unread)
+    return content.with_settings(below)
 
 
 # before the table

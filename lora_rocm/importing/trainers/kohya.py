@@ -58,7 +58,7 @@ def _read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
     for setting in [each for each in found.settings if each.key == "dataset_config" and each.value]:
         if (other := files.named_by(setting)) is not None and other.path not in [each.path for each in files.given]:
             found.extend(_settings_of(other))
-    return FileContent([part for setting in found.settings for part in _parts(setting)], found.unread)
+    return found.with_settings([part for setting in found.settings for part in _parts(setting)])
 
 
 def _with_suffix(setting: Setting) -> Setting:
@@ -84,6 +84,7 @@ def _additional(settings: Sequence[Setting]) -> FileContent:
         content = options_of(words, setting.file, NO_LINES)
         found.settings += [Setting(each.key, each.value, setting.file, setting.line) for each in content.settings]
         found.unread += [UnreadText(each.file, setting.line, each.why) for each in content.unread]
+        found.secrets += content.secrets
     return found
 
 
@@ -99,7 +100,7 @@ def _settings_of(file: ConfigFile) -> FileContent:
         return found
     content = file.settings()
     has_subsets = any(re.match(r"(?:datasets|subsets)\[", each.key, re.IGNORECASE) for each in content.settings)
-    return FileContent([_flat(each, has_subsets=has_subsets) for each in content.settings], content.unread)
+    return content.with_settings([_flat(each, has_subsets=has_subsets) for each in content.settings])
 
 
 SUFFIXES = (".toml", ".json", ".yaml", ".yml")

@@ -83,7 +83,7 @@ def _settings_of(file: ConfigFile) -> FileContent:
             found.settings.append(Setting("script", script[1], file.file, line))
         return found
     content = file.settings()
-    return FileContent([_flat(each) for each in content.settings], content.unread)
+    return content.with_settings([_flat(each) for each in content.settings])
 
 
 def _flat(setting: Setting) -> Setting:

@@ -65,7 +65,7 @@ def labelled(content: FileContent, section: str = "") -> FileContent:
         Setting(f"{section}{each.key}", each.value, each.file, each.line) if each.key.startswith("[") else each
         for each in content.settings
     ]
-    return FileContent(settings, content.unread)
+    return content.with_settings(settings)
 
 
 def resolutions(value: Value) -> list[int]:

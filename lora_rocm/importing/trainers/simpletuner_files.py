@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lora_rocm.importing.config_files import ConfigFile, ConfigFiles
 from lora_rocm.importing.formats.command_line import ASSIGNMENT, COMMENT, NO_LINES, VARIABLE, options_of
-from lora_rocm.importing.setting import FileContent, Setting, UnreadText, Value, path_text
+from lora_rocm.importing.setting import FileContent, Setting, UnreadText, Value, names_secret, path_text
 
 OF_ENVIRONMENT = {
     "resume_checkpoint": "resume_from_checkpoint", "dataloader_config": "data_backend_config", "training_seed": "seed",
@@ -36,7 +36,8 @@ def read(files: ConfigFiles, options: Sequence[str]) -> FileContent:
     found = FileContent()
     for each in files.given:
         found.extend(_settings_of(each))
-    found.extend(FileContent([_option(each) for each in options_of([*options], "command line", NO_LINES).settings]))
+    given = options_of([*options], "command line", NO_LINES)
+    found.extend(given.with_settings([_option(each) for each in given.settings]))
     for option, section in NAMED.items():
         setting = next((each for each in reversed(found.settings) if each.key == option and each.value), None)
         has_it = any(each.key.startswith((f"{section}.", f"{section}[")) for each in found.settings)
@@ -76,7 +77,7 @@ def _settings_of(file: ConfigFile) -> FileContent:
         return _below("data_backend[0]", content)
     if "algo" in keys and "multiplier" in keys:
         return _below("lycoris", content)
-    return FileContent([*_whole(map(_option, content.settings))], content.unread)
+    return content.with_settings([*_whole(map(_option, content.settings))])
 
 
 def _below(section: str, content: FileContent) -> FileContent:
@@ -85,7 +86,7 @@ def _below(section: str, content: FileContent) -> FileContent:
     for setting in content.settings:
         key = f"{section}{setting.key}" if setting.key.startswith("[") else f"{section}.{setting.key}"
         found.append(replace(setting, key=key, value=_plain(setting.value)))
-    return FileContent(found, content.unread)
+    return content.with_settings(found)
 
 
 def _option(setting: Setting) -> Setting:
@@ -129,6 +130,7 @@ def _environment(file: ConfigFile) -> FileContent:
         before = f"{variables[name][0]} " if "+=" in line and name in variables else ""
         variables[name] = (before + value, number)
     for name, (value, number) in variables.items():
+        found.secrets += [value] if names_secret(name) else []
         if name in used and name not in EXTRA:
             continue  # a name of the user's own for a part of other values
         if re.search(r"\$\{?\w|\$\(|`", value):
@@ -136,8 +138,9 @@ def _environment(file: ConfigFile) -> FileContent:
                 UnreadText(file.file, number, f"{name} has the value of a variable that the file does not set")
             )
         elif name in EXTRA:
-            added = options_of(value.split(), file.file, NO_LINES).settings
-            found.settings += [replace(_option(each), line=number) for each in added]
+            added = options_of(value.split(), file.file, NO_LINES)
+            found.settings += [replace(_option(each), line=number) for each in added.settings]
+            found.secrets += added.secrets
         else:
             key = OF_ENVIRONMENT.get(name, name)
             found.settings.append(Setting(key, _plain(value), file.file, number))

@@ -78,7 +78,7 @@ def _content(file: ConfigFile, program: re.Pattern[str]) -> FileContent:
             content.settings.append(Setting("method", method[1] or method[2], file.file, line))
         return content
     content = file.settings()
-    return FileContent([_flat(each) for each in content.settings], content.unread)
+    return content.with_settings([_flat(each) for each in content.settings])
 
 
 def _flat(setting: Setting) -> Setting:

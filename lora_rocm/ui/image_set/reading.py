@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from lora_rocm.errors import LoraRocmError, UserError
 from lora_rocm.foundation.bounded_read import FileVersion
-from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.load import load_recipe  # recipe: only read, for the page
 from lora_rocm.recipe.schema import DataSection, Recipe, ResolvedSource
 from lora_rocm.recipe.source_sections import DataSource
 

@@ -214,6 +214,7 @@ async def copy(request: Request) -> Response:
     """Copy the LoRA file of a step into the LoRA folder that the user chose. The first time, the folder is asked."""
     fields = await fields_of(request)
     step = await text_of(request, "step")
+    # outside: the copy goes to the folder that the user names
     folder = str(fields.get("own_folder", "")).strip() or str(fields.get("folder", "")).strip()
     return await run_in_threadpool(_copied, request, step, folder)
 

@@ -48,7 +48,7 @@ def listed(request: Request) -> Response:
 
 async def add_folder(request: Request) -> Response:
     """Search another folder, which the user names."""
-    folder = await text_of(request, "folder")
+    folder = await text_of(request, "folder")  # outside: models are searched there from now on
     return await run_in_threadpool(_add_folder, request, folder)
 
 

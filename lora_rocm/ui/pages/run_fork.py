@@ -108,7 +108,7 @@ def _run(request: Request) -> RunDir:
 
 
 def _recipe(run_dir: RunDir) -> Recipe:
-    from lora_rocm.recipe.load import load_recipe
+    from lora_rocm.recipe.load import load_recipe  # recipe: only read, for the page
 
     return load_recipe(run_dir.recipe).recipe
 
