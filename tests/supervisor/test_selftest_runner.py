@@ -328,7 +328,7 @@ def test_a_gpu_that_torch_does_not_see(tmp_path: Path, faulty: Child, monkeypatc
     monkeypatch.setattr(
         self_test,
         "__defaults__",
-        (lambda job: [sys.executable, "-c", f"print('''{json.dumps(event)}'''); raise SystemExit(3)"],),
+        (lambda job: [sys.executable, "-c", f"print('''{json.dumps(event)}'''); raise SystemExit(3)"], lambda: None),
     )
     with pytest.raises(MachineError, check=saying("supervisor/does-not-see-the", "supervisor/mi300x")) as caught:
         ensure(machine("linux-mi300x", tmp_path), make_recipe(), faulty.said.append)

@@ -247,7 +247,7 @@ def test_a_language_model_has_its_own_words_and_formats(site: Site) -> None:
     text = site.get("/choose/run", **RUN)
     for key in ("choose_made.text.draw", "choose_made.text.no_pair"):
         assert t(key) in text and t(key) not in of_images
-    assert "--format gguf --step 40" in text and "/try/run?dir=runs%2Fa-run&amp;file=20" in text
+    assert "/runs/exports?dir=runs%2Fa-run&amp;step=40" in text and "/try/run?dir=runs%2Fa-run&amp;file=20" in text
     assert "/choose/copy" in of_images and "/choose/copy" not in text  # no folder of ComfyUI
     # Two equal answers are a tie, however the user votes; two different ones are not
     _, opened, _ = open_grid(run_dir.path)

@@ -13,15 +13,15 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from lora_rocm.errors import UserError
-from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.page_parts.texts import t
 from lora_rocm.rundir.clicks import PREFERRED, Side, add_click, read_clicks, undo_click
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.ui.background import Work
+from lora_rocm.ui.background import Work, key_of
 from lora_rocm.ui.context import UiContext, context_of
 from lora_rocm.ui.curves import HELD_OUT, curve_of
 from lora_rocm.ui.fields import fields_of, query_of, text_of
 from lora_rocm.ui.free_gpu import require_room, running_runs
+from lora_rocm.ui.pages.run_exports import export_key
 from lora_rocm.ui.part import Part
 from lora_rocm.ui.rendering import fragment, page
 from lora_rocm.ui.run_list import newest_runs
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 LIST, VIEW = "choose.html.j2", "choose_run.html.j2"
 MOST_FILES = 8
 USUAL_STRENGTHS = (0.6, 0.8, 1.0)
-TEXT, OF_TEXT = "text", ("peft", "gguf")
-"""The preview of a language model, and the formats that programs for them read."""
+TEXT = "text"
+"""The preview of a language model."""
 MAX_TEXT_BYTES = 1 << 16
 Values = dict[str, Any]
 """Values of a block of the template."""
@@ -59,7 +59,7 @@ class ChooseRun:
     @property
     def key(self) -> str:
         """The name of its work in the background."""
-        return "choose-" + re.sub(r"[^A-Za-z0-9]", "-", self.name)[-80:]
+        return key_of("choose", self.name)
 
 
 def listed(request: Request) -> Response:
@@ -326,12 +326,11 @@ def _take(ui: UiContext, found: ChooseRun) -> Values:
     steps = [updates for updates, _ in run_dir.checkpoint_loras()]
     step = best.updates if best and best.updates in steps else steps[-1] if steps else None
     curve = _held_out(ui, run_dir) if kind == TEXT else []
-    exports = [["lora-rocm", "export", str(run_dir.path), "--format", each, "--step", str(step)] for each in OF_TEXT]
     return {
         "kind": kind,
         "losses": [(updates, _loss_at(curve, updates)) for updates in steps],
         "is_measured": bool(curve),
-        "exports": [quoted(words) for words in exports],
+        "export_key": export_key(ui, run_dir),
         "steps": steps,
         "best": best,
         "step": step,
