@@ -46,7 +46,8 @@ class FakeChild:
             each.parent.mkdir(parents=True, exist_ok=True)
             each.write_bytes(safetensors_bytes(1000))
         fields = {"max_difference": 0.0, "can_read": ["reader <x>"], "cannot_read": []}
-        listen(event("export", format=job.format, path=str(path), updates=job.updates, checkpoint="", **fields))
+        updates = job.updates
+        listen(event("export", format=job.format, path=str(path), updates=updates, checkpoint="", **fields))
 
 
 @pytest.fixture
@@ -92,6 +93,7 @@ def test_each_format_that_the_command_writes_has_a_button(site: Site) -> None:
 @pytest.mark.parametrize("file_format", ["diffusers", "peft"])
 def test_a_file_is_written_shown_and_saved(file_format: str, site: Site, child: FakeChild) -> None:
     run_dir = site.run()
+    site.get("/runs/files", **RUN)  # what was read before is not shown again
     begin(site, file_format)
     shown = ended(site)
     assert "badge-done" in shown and "reader &lt;x&gt;" in shown and str(run_dir.export_of(file_format)) in shown
