@@ -98,8 +98,14 @@ def _begin(request: Request, name: str, recipe: str) -> Response:
     if test is None:
         raise UserError("field-unknown", "There is no such test.", where=name[:40], fix="Reload the page.")
     require_no_training(ui.folders)
-    path = str(_recipe(request, recipe)) if test.needs_recipe else ""
-    ui.background.start(_key(name), lambda work: test.run(work, path))
+    path = _recipe(request, recipe) if test.needs_recipe else None
+
+    def run(work: Work) -> str:
+        if path is None:
+            return test.run(work, "")
+        return f"{ui.folders.name_of(path)}:\n{test.run(work, str(path))}"
+
+    ui.background.start(_key(name), run)
     return _state(request, of_recipe=test.needs_recipe)
 
 
