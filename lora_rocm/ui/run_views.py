@@ -49,7 +49,7 @@ class _GrowingLog:
 
 
 class RunViews:
-    """Views of runs. A view is renewed as soon as an event file, the result, an export or the lock of its run changes."""
+    """Views of runs. A view is renewed as soon as an event file, the result, an export or the lock changes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

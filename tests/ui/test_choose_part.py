@@ -183,7 +183,11 @@ def test_a_vote_is_recorded_and_the_pair_is_blind(site: Site) -> None:
         assert code_of(again.text) == "pair-old"
     assert site.client.get("/choose/side", params={**RUN, "pair": token, "side": "first"}).status_code == 422
     assert len(read_clicks(run_dir)) == 1
-    assert site.client.post("/choose/undo", params=RUN).status_code == 200 and not read_clicks(run_dir)
+    # nor is a vote taken back that the page has not shown
+    old, now = (
+        site.client.post("/choose/undo", params=RUN, data={"pair": pair}) for pair in (token, token_of(answer.text))
+    )
+    assert code_of(old.text) == "pair-old" and now.status_code == 200 and not read_clicks(run_dir)
 
 
 def test_the_result_has_the_held_out_loss_beside_it(site: Site) -> None:

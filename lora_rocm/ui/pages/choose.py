@@ -23,7 +23,7 @@ from lora_rocm.ui.fields import fields_of, query_of, text_of
 from lora_rocm.ui.free_gpu import require_room, running_runs
 from lora_rocm.ui.pages.run_exports import export_key
 from lora_rocm.ui.part import Part
-from lora_rocm.ui.rendering import fragment, page
+from lora_rocm.ui.rendering import fragment, is_fragment, page, problem
 from lora_rocm.ui.run_list import newest_runs
 from lora_rocm.ui.thumbnails import MEDIA_TYPE, SIDES_PX, thumbnail
 
@@ -170,7 +170,7 @@ def _clicked(request: Request, token: str, preferred: str) -> Response:
     found = _open(request)
     pair, chosen = _blind_test(found).pair, next((each for each in PREFERRED if each == preferred), None)
     if pair is None or pair.token != token or chosen is None:
-        raise _old_pair()
+        return _old(request)
     first, second = (
         Side(one.variant.updates, one.variant.strength, one.path.relative_to(found.run_dir.path).as_posix())
         for one in (pair.first, pair.second)
@@ -182,11 +182,28 @@ def _clicked(request: Request, token: str, preferred: str) -> Response:
     return _voted(request, found)
 
 
-def undo(request: Request) -> Response:
-    """Take the newest vote back."""
+async def undo(request: Request) -> Response:
+    """Take the newest vote back, if the page shows the pair that followed it."""
+    token = await text_of(request, "pair")
+    return await run_in_threadpool(_undone, request, token)
+
+
+def _undone(request: Request, token: str) -> Response:
     found = _open(request)
+    pair = _blind_test(found).pair
+    if pair is None or pair.token != token:
+        return _old(request)
     undo_click(found.run_dir)
     return _voted(request, found)
+
+
+def _old(request: Request) -> Response:
+    """Refuse a vote on an earlier pair. The page then asks for the present one."""
+    if not is_fragment(request):
+        raise _old_pair()
+    answer = problem(request, _old_pair())
+    answer.headers["HX-Trigger"] = "pairs"
+    return answer
 
 
 def _voted(request: Request, found: ChooseRun) -> Response:
@@ -374,8 +391,8 @@ def _numbers(where: str, text: str) -> list[float]:
 
 
 def _old_pair() -> UserError:
-    what = "This pair is no longer shown, because a vote or a picture was added. The vote was not counted."
-    return UserError("pair-old", what, fix="Reload the page, and vote on the pair that it shows.")
+    what = "Votes or pictures have changed since this page showed its pair. Nothing was counted or taken back."
+    return UserError("pair-old", what, fix="Vote on the pair that the page shows now.")
 
 
 PART = Part(

@@ -105,9 +105,15 @@ def _save(request: Request, text: str, version: str) -> Response:
     return _changed(request, saved.version)
 
 
-def undo(request: Request) -> Response:
-    """Take the newest saved change of the file back."""
-    saved = context_of(request).edits.undo(_recipe(request))
+async def undo(request: Request) -> Response:
+    """Take the newest saved change of the file back, if it is the one that the page shows."""
+    version = _field(await fields_of(request), "version")
+    return await run_in_threadpool(_undo, request, version)
+
+
+def _undo(request: Request, version: str) -> Response:
+    if_match = request.headers.get("if-match", "").strip('"') or version or None
+    saved = context_of(request).edits.undo(_recipe(request), if_match)
     return _changed(request, saved.version)
 
 

@@ -121,7 +121,7 @@ class RecipeEditor extends HTMLElement {
     if (this.isDirty && !(await this.save())) return;
     const button = this.querySelector("#start");
     button.disabled = true;
-    const answer = await this.post("start", {});
+    const answer = await this.post("start", { text: this.area.value }, { "If-Match": `"${this.version}"` });
     button.disabled = false;
     if (answer !== null) location.href = (await answer.json()).address;
   }
@@ -247,6 +247,7 @@ class RecipeEditor extends HTMLElement {
   show() {
     this.state.textContent = this.isDirty ? this.dataset.unsaved : this.dataset.saved;
     this.querySelector("#save").disabled = !this.isDirty;
+    this.querySelector("#undo").disabled = this.isDirty; // it would take what is not saved
     const start = this.querySelector("#start");
     start.textContent = this.isDirty ? start.dataset.dirty : start.dataset.clean;
     start.classList.toggle("primary", !this.isDirty);
@@ -287,6 +288,13 @@ class RecipeEditor extends HTMLElement {
       answer = await fetch(this.address("present"));
     } catch {
       return;
+    }
+    const wasGone = this.isGone;
+    this.isGone = answer.status === 404;
+    if (this.isGone && !wasGone) { // deleted: the text here is the only one
+      this.savedText = null;
+      this.show();
+      this.state.textContent = this.dataset.gone;
     }
     if (!answer.ok) return;
     const found = await answer.json();
