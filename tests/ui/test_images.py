@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import html
-import os
 import json
+import os
 import re
 import time
 from pathlib import Path

@@ -92,12 +92,13 @@ async def removed(request: Request) -> Response:
 
 def _remove(request: Request, file_name: str, version: str) -> Response:
     ui = context_of(request)
+    found = QueueDir(ui.folders.queue)
+    name = found.find(file_name).name
     try:
-        edit = remove(QueueDir(ui.folders.queue), ui.edits, file_name, version)
+        edit = remove(found, ui.edits, file_name, version)
     except EditConflict as conflict:
-        name = conflict.path.stem
         return _refused(request, conflict, t("queue.not_removed", name=name), t("queue.not_removed_fix"))
-    return _changed(request, t("queue.removed", name=edit.path.stem), undo=edit.path.name)
+    return _changed(request, t("queue.removed", name=name), undo=edit.path.name)
 
 
 async def undone(request: Request) -> Response:
@@ -107,8 +108,9 @@ async def undone(request: Request) -> Response:
 
 def _undo(request: Request, file_name: str) -> Response:
     ui = context_of(request)
-    edit = undo_removal(QueueDir(ui.folders.queue), ui.edits, file_name)
-    return _changed(request, t("queue.restored", name=edit.path.stem))
+    found = QueueDir(ui.folders.queue)
+    edit = undo_removal(found, ui.edits, file_name)
+    return _changed(request, t("queue.restored", name=found.find(edit.path.name).name))
 
 
 def recipe(request: Request) -> Response:
