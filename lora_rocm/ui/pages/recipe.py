@@ -42,8 +42,10 @@ def edit(request: Request) -> Response:
 
 
 def present(request: Request) -> Response:
-    """The present text of the file and its version: another program may have changed it."""
+    """The present text of the file and its version: another program may have changed or deleted it."""
     ui, path = context_of(request), _recipe(request)
+    if not path.exists():
+        return JSONResponse({"text": "", "version": MISSING, "can_undo": False})
     text, version = _text_of(ui, path)
     return JSONResponse({"text": text, "version": version, "can_undo": ui.edits.can_undo(path)})
 

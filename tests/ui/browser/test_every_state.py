@@ -86,7 +86,10 @@ def of_deleted_recipe(tab: Tab, folder: Path) -> Any:
     text = page.locator("#recipe-text")
     path.write_text(RECIPE + MINE, encoding="utf-8")
     page.evaluate("window.dispatchEvent(new Event('focus'))")
-    page.get_by_text("Saved", exact=True).wait_for()
+    for _ in range(200):  # the page has read it
+        if text.input_value().endswith(MINE):
+            break
+        page.wait_for_timeout(50)
     path.unlink()
     page.evaluate("window.dispatchEvent(new Event('focus'))")
     page.get_by_text("The file was deleted.", exact=False).wait_for()
@@ -259,6 +262,7 @@ def test_every_conflict_is_shown_and_nothing_written_is_lost(
         for width, theme in LOOKS:
             found += look_at(tab, make.__name__, width, theme)
         assert found == [] and (field is None or MINE.strip() in field.input_value())
+        assert tab.page.locator(".problem").first.is_visible()  # also after checks and looks at the file
         tab.faults[:] = [fault for fault in tab.faults if "Failed to load resource" not in fault]
 
 
