@@ -208,7 +208,7 @@ def reading_for(request: Request) -> FolderReading:
     folders, query = context_of(request).folders, request.query_params
     folder = folders.resolve(query_of(request, "dir"))
     if not folder.is_dir():
-        fix = "It may have been moved or deleted. The page Images shows the folders that exist."
+        fix = "It may have been moved or deleted. The page Images and texts shows the folders that exist."
         raise UserError("no-folder", "There is no such folder.", where=str(folder), fix=fix)
     if query.get("recipe"):
         return reading_by(folders.resolve(query["recipe"]), folder)
