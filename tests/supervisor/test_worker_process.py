@@ -128,7 +128,7 @@ def test_a_flood_of_output_blocks_nothing(run_dir: RunDir) -> None:
 
 @pytest.mark.parametrize("place", ["on_event", "require_wanted"])
 def test_a_worker_that_is_no_longer_wanted_is_killed(run_dir: RunDir, place: str) -> None:
-    """Whether the caller says so at an event or between two."""
+    """At an event, and between two events."""
     pids, cancelled = list[int](), StoppedError("cancelled", "Cancelled.")
 
     def on_event(event: Event) -> None:

@@ -65,7 +65,7 @@ def test_a_test_is_begun_and_its_result_is_shown(name: str, site: Site, monkeypa
 
 
 def test_a_test_is_cancelled_at_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also between two lines: a test hears of it by the function that its child process is followed with."""
+    """Also between two lines of progress."""
 
     def slow(work: Work, recipe: str) -> str:
         work.report("begun")
@@ -116,7 +116,7 @@ def test_only_a_recipe_of_a_named_folder_is_measured(site: Site, tmp_path: Path)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", list(machine_tests.TESTS))
 def test_a_real_test_is_cancelled_and_its_child_is_gone(name: str, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU, where only the self-test has to be told that it may use it."""
+    """On the CPU. The self-test is replaced by its own checks for the CPU, in the same child process."""
     on_cpu = SelfTestJob(on_cpu=True)
     monkeypatch.setattr(selftest_runner, "_tested", lambda *given: run_checks(on_cpu, os.environ, *given[1:4]))
     monkeypatch.setattr(selftest_runner, "stack_of", lambda *given: SoftwareAndGpu("2.13", "cpu", "6.17", "cpu"))

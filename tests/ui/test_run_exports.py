@@ -1,4 +1,4 @@
-"""Exports that the page of a run begins: formats, places, progress, cancel, errors, and what may be saved."""
+"""Exports that the page of a run begins: formats, places, progress, cancel, errors and downloads."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def _acted(request: Request) -> Response:
 
 
 def _refused(request: Request, conflict: EditConflict, what: str, fix: str) -> Response:
-    """Show the present queue, and why a change of another state of it was refused."""
+    """Show the present queue, and why a change of an earlier state was refused."""
     error = UserError(conflict.code, what, where=conflict.where, fix=fix)
     if not is_fragment(request):
         raise error from conflict
@@ -190,7 +190,7 @@ def _changed(request: Request, report: str, undo: str = "") -> Response:
     if not is_fragment(request):
         return RedirectResponse("/queue", 303)
     values = {"queue": shown_queue(context_of(request)), "report": report, "undo": undo, "refused": None}
-    return fragment(request, TEMPLATE, "items", **values)
+    return fragment(request, TEMPLATE, "items", 200, **values)
 
 
 PART = Part(

@@ -153,7 +153,7 @@ def _digest(recipe: Recipe) -> str:
 async def start(request: Request) -> Response:
     """Start a run of the saved recipe in its own process, as ``lora-rocm train`` does.
 
-    ``text``: what the page shows. With the header If-Match, a file that was changed elsewhere is not trained.
+    ``text``: the text in the page. With the header If-Match, a file that was changed elsewhere is not trained.
     """
     shown = (await fields_of(request)).get("text", "")
     return await run_in_threadpool(_start, request, shown if isinstance(shown, str) else "")

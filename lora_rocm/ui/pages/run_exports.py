@@ -75,7 +75,7 @@ def _begin(request: Request, file_format: str, step: int, llama_cpp: str) -> Res
 
 
 def cancel(request: Request) -> Response:
-    """Cancel an export. Its child process is ended, and what it has written so far is removed."""
+    """Cancel an export. Its child process is ended, and unfinished files are removed."""
     ui = context_of(request)
     run_dir = ui.folders.run(query_of(request, "dir"))
     if (work := ui.background.of(export_key(ui, run_dir))) is not None:

@@ -155,7 +155,7 @@ def of_undo(tab: Tab, folder: Path) -> None:
 
 MINE = "# mine\n"
 CONFLICTS = (of_recipe, of_deleted_recipe, of_order, of_queued_recipe, of_vote, of_caption, of_undo)
-"""Each makes a conflict, waits until the page shows it, and returns the field with what the user wrote, if any."""
+"""Each makes a conflict, waits until the page shows it, and returns the field with the user's text, if any."""
 
 
 def fill_folder(folder: Path) -> None:
