@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -90,14 +90,11 @@ def export_key(ui: UiContext, run_dir: RunDir) -> str:
 
 
 def _shown(request: Request, run_dir: RunDir, step: str) -> Response:
-    return fragment(request, TEMPLATE, "exports", **_values(context_of(request), run_dir, step))
-
-
-def _values(ui: UiContext, run_dir: RunDir, step: str) -> dict[str, Any]:
     from lora_rocm.commands.sample_export import export_text
     from lora_rocm.families.registry import FAMILIES
     from lora_rocm.supervisor.choose_run_dir import open_recipe
 
+    ui = context_of(request)
     _, recipe = open_recipe(run_dir.path, FAMILIES)
     steps = [updates for updates, _ in run_dir.list_checkpoints()]
     work = ui.background.of(export_key(ui, run_dir))
@@ -105,16 +102,19 @@ def _values(ui: UiContext, run_dir: RunDir, step: str) -> dict[str, Any]:
     written: list[Path] = []
     if result is not None and run_dir.holds(result.path):
         written = files_in(run_dir, result.path) if result.path.is_dir() else [result.path]
-    return {
-        "name": ui.folders.name_of(run_dir.path),
-        "path": run_dir.path,
-        "formats": recipe.exportable,
-        "steps": steps[::-1],
-        "step": int(step) if step.isdecimal() and int(step) in steps else max(steps, default=None),
-        "work": work,
-        "said": export_text(result).splitlines() if result is not None else [],
-        "written": [path for path in written if path.is_file()],
-    }
+    return fragment(
+        request,
+        TEMPLATE,
+        "exports",
+        name=ui.folders.name_of(run_dir.path),
+        path=run_dir.path,
+        formats=recipe.exportable,
+        steps=steps[::-1],
+        step=int(step) if step.isdecimal() and int(step) in steps else max(steps, default=None),
+        work=work,
+        said=export_text(result).splitlines() if result is not None else [],
+        written=[path for path in written if path.is_file()],
+    )
 
 
 def _converter(ui: UiContext, text: str) -> Path:

@@ -94,7 +94,9 @@ def test_a_run_is_exported_in_the_page_and_a_cancelled_child_is_gone(tab: Tab) -
     before = {child.pid for child in psutil.Process().children()}
     page.get_by_role("button", name="Write merged").click()
     page.locator("#exports .badge-running").wait_for()
-    (child,) = (each for each in psutil.Process().children() if each.pid not in before)
+    while not (found := [each for each in psutil.Process().children() if each.pid not in before]):
+        page.wait_for_timeout(10)
+    (child,) = found
     page.locator("#exports").get_by_role("button", name="Cancel").click()
     page.locator("#exports .badge-cancelled").wait_for()
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
