@@ -54,10 +54,11 @@ def files_in(run_dir: RunDir, folder: Path) -> list[Path]:
 def export_place(run_dir: RunDir, file_format: str, step: int) -> Path | None:
     """Return where an export of a step is written, or None for the usual place in the run.
 
-    The usual place is for the end of a run, or its newest checkpoint while it has no end.
+    The usual place is for the end of a run, or its newest checkpoint while it has no end. A step without a checkpoint
+    has no place, because the export refuses it.
     """
     steps = [updates for updates, _ in run_dir.list_checkpoints()]
-    if step == (updates_of(run_dir) or max(steps, default=step)):
+    if step not in steps or step == (updates_of(run_dir) or max(steps)):
         return None
     return run_dir.earlier_exports(step) / run_dir.export_of(file_format).name
 

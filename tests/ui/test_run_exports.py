@@ -140,10 +140,12 @@ def test_an_export_is_cancelled_and_runs_once_at_a_time(site: Site, child: FakeC
     [("gguf", "40", "export-form"), ("../../x", "40", "export-form"), ("peft", "30", "no-such-step")],
 )
 def test_errors_are_those_of_the_command(file_format: str, step: str, code: str, site: Site, child: FakeChild) -> None:
-    site.run()
+    run_dir = site.run()
     begin(site, file_format, step)
     assert code_of(ended(site)) == code and child.jobs == []
     assert code_of(begin(site, "peft", "x")) == "number-wrong"
+    assert not run_dir.earlier_exports(0).parent.exists()
+    assert site.get("/runs/exports", **RUN, step="9" * 5000).count("selected") == 1
 
 
 def test_the_converter_is_in_a_named_folder(site: Site, child: FakeChild, tmp_path: Path) -> None:

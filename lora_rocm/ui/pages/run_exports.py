@@ -110,7 +110,7 @@ def _shown(request: Request, run_dir: RunDir, step: str) -> Response:
         path=run_dir.path,
         formats=recipe.exportable,
         steps=steps[::-1],
-        step=int(step) if step.isdecimal() and int(step) in steps else max(steps, default=None),
+        step=int(step) if step in map(str, steps) else max(steps, default=None),
         work=work,
         said=export_text(result).splitlines() if result is not None else [],
         written=[path for path in written if path.is_file()],
