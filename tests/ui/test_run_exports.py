@@ -86,7 +86,12 @@ def test_each_format_that_the_command_writes_has_a_button(site: Site) -> None:
         assert re.findall(r'name="format" value="([^"]+)"', site.get("/runs/exports", **RUN)) == file_formats
         of_text(site, run_dir)
     assert "/runs/exports?dir=" in site.get("/choose/run", **RUN) and 'id="exports"' in site.get("/runs/view", **RUN)
-    os.rename(run_dir.checkpoint(40), run_dir.path / "elsewhere")
+    recipe = run_dir.recipe.read_text(encoding="utf-8")
+    run_dir.recipe.write_text("model: {family: ", encoding="utf-8")
+    assert code_of(site.client.get("/runs/exports", params=RUN).text)
+    os.rename(run_dir.checkpoint(40), run_dir.path / "elsewhere")  # a run may have neither: nothing is wrong with it
+    assert t("export.no_checkpoint") in site.get("/runs/exports", **RUN)
+    run_dir.recipe.write_text(recipe, encoding="utf-8")
     assert t("export.no_checkpoint") in site.get("/runs/exports", **RUN)
 
 

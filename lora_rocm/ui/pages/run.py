@@ -64,7 +64,8 @@ def view(request: Request) -> Response:
         stories=stories_of(shown.view),
         is_archived=run_dir.path.parent.name == ARCHIVE,
         parent=parent_of(ui.folders, run_dir),
-        export_key=run_exports.export_key(ui, run_dir),
+        export_key=(key := run_exports.export_key(ui, run_dir)),
+        is_exported=ui.background.of(key) is not None,
         checkpoints=[step for step, _ in run_dir.list_checkpoints()],
     )
 

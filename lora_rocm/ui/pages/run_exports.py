@@ -95,8 +95,8 @@ def _shown(request: Request, run_dir: RunDir, step: str) -> Response:
     from lora_rocm.supervisor.choose_run_dir import open_recipe
 
     ui = context_of(request)
-    _, recipe = open_recipe(run_dir.path, FAMILIES)
     steps = [updates for updates, _ in run_dir.list_checkpoints()]
+    formats = open_recipe(run_dir.path, FAMILIES)[1].exportable if steps else ()
     work = ui.background.of(export_key(ui, run_dir))
     result: ExportResult | None = work.result if work is not None else None
     written: list[Path] = []
@@ -108,7 +108,7 @@ def _shown(request: Request, run_dir: RunDir, step: str) -> Response:
         "exports",
         name=ui.folders.name_of(run_dir.path),
         path=run_dir.path,
-        formats=recipe.exportable,
+        formats=formats,
         steps=steps[::-1],
         step=int(step) if step in map(str, steps) else max(steps, default=None),
         work=work,

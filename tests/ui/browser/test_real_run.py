@@ -83,6 +83,7 @@ def test_a_run_is_exported_in_the_page_and_a_cancelled_child_is_gone(tab: Tab) -
     started = context.launches.of(run_dir.path)
     assert started is not None and started.process.wait(WAIT_MS / 1000) == 0, started and started.end_of_output
     page = tab.open(f"/runs/view?dir=runs/{run_dir.path.name}")
+    page.locator("summary", has_text="Export to another format").click()
     page.get_by_role("button", name="Write merged").click()
     page.get_by_role("link", name="Download config.json").wait_for(timeout=WAIT_MS)
     page.locator("#files summary", has_text="Folder merged").wait_for()
