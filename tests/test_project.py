@@ -147,7 +147,7 @@ NAME_IN_FILE = re.compile(r"`(\w+)` (?:of |in |\()`([\w./-]+\.(?:py|toml))`")
 NOT_OURS = {
     "convert_lora_to_gguf.py", "convert_z_image_lora_to_comfy.py", "network_norm.py", "torch.py", "docs/building.md",
     "configs/", "checkpoints/step-00000500/", "merged/", "peft/", "runs/<recipe>-<time>/", "samples/", "tensorboard/",
-    "grid/", "tries/",
+    "grid/", "tries/", "earlier-exports/step-00000500/",
     "my.yaml", "my-chat.yaml", "my-lora.yaml", "recipe.yaml", "NAME-embeddings/", "samples/asked/", "recipe.asked.yaml",
     "unsloth-cli.py", "config.toml", "FILE-lora-rocm.yaml", "FOLDER.yaml",
 }  # fmt: skip

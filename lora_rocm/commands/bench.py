@@ -105,22 +105,30 @@ def finish(output: Output, measure: Callable[[], BenchResult], path: Path | None
     return code
 
 
-def transfer(notify: Notify = unheard) -> BenchResult:
+def transfer(notify: Notify = unheard, require_wanted: Callable[[], None] = lambda: None) -> BenchResult:
     """Measure copies between host and GPU.
 
     Args:
-        notify: receives the number of measurements after each one. If it raises an error, the child process is killed.
+        notify: receives the number of measurements after each one.
+        require_wanted: is called regularly. If it raises an error, the child process is killed.
 
     Raises:
         LoraRocmError: the child process could not start.
     """
     found = Measured()
-    _measure(TransferJob(), plan_here().applied_to(os.environ), found, notify=notify)
+    _measure(TransferJob(), plan_here().applied_to(os.environ), found, notify=notify, require_wanted=require_wanted)
     return _result("transfer", found)
 
 
-def compute(recipe_path: str, overrides: Sequence[str] = ()) -> BenchResult:
+def compute(
+    recipe_path: str,
+    overrides: Sequence[str] = (),
+    notify: Notify = unheard,
+    require_wanted: Callable[[], None] = lambda: None,
+) -> BenchResult:
     """Measure the matrix products, attention and convolutions of a recipe's pass, without reading its weights or data.
+
+    ``notify`` and ``require_wanted``: see ``transfer``.
 
     Raises:
         LoraRocmError: the child process could not start.
@@ -130,7 +138,8 @@ def compute(recipe_path: str, overrides: Sequence[str] = ()) -> BenchResult:
     env, torch = plan(situation).applied_to(os.environ), situation.facts.torch
     amd = situation.gpu is not None and torch is not None and torch.hip is not None
     for variant, variables in (VARIANTS if amd else NO_VARIANTS).items():
-        _measure(ComputeJob(recipe=recipe.model_dump(mode="json")), {**env, **variables}, found, variant)
+        job = ComputeJob(recipe=recipe.model_dump(mode="json"))
+        _measure(job, {**env, **variables}, found, variant, notify, require_wanted)
     return _result("compute", found, recipe)
 
 
@@ -141,6 +150,8 @@ def step(
     steps: int = 30,
     random_weights: bool = False,
     output: Output | None = None,
+    advance: Callable[[int, int], None] = lambda done, total: None,
+    require_wanted: Callable[[], None] = lambda: None,
 ) -> BenchResult:
     """Train for some steps in a temporary folder and measure the time per step.
 
@@ -150,6 +161,8 @@ def step(
         steps: number of timed steps, after a warm-up.
         random_weights: whether to use a base with random weights and the demo's images.
         output: shows the progress, or None for no display.
+        advance: receives the number of trained steps and their total.
+        require_wanted: is called regularly. If it raises a StoppedError, training is ended at once.
 
     Raises:
         StoppedError: the user stopped the benchmark.
@@ -163,9 +176,14 @@ def step(
         choose_run_dir.settle(chosen, loaded, accept_changes=False)
         env = plan_here(loaded.recipe).applied_to(os.environ)
         with make_progress(stream) as progress:
-            code = worker_process.run_worker(
-                run, env, progress.on_event, worker_process.worker_command(run), progress.notify
-            )
+
+            def on_event(event: Event) -> None:
+                progress.on_event(event)
+                if isinstance(event, StepEvent):
+                    advance(event.updates, WARM_UP + steps)
+
+            command = worker_process.worker_command(run)
+            code = worker_process.run_worker(run, env, on_event, command, progress.notify, None, require_wanted)
         events = read_events(run.events())
     counted = current_steps(events)[-steps:]
     if code:
@@ -235,7 +253,12 @@ def loader(recipe_path: str, overrides: Sequence[str] = (), notify: Notify = unh
 
 
 def _measure(
-    job: RowsJob, env: Mapping[str, str], found: Measured, variant: str = "", notify: Notify = unheard
+    job: RowsJob,
+    env: Mapping[str, str],
+    found: Measured,
+    variant: str = "",
+    notify: Notify = unheard,
+    require_wanted: Callable[[], None] = lambda: None,
 ) -> None:
     """Measure all rows of a job and add them to ``found``.
 
@@ -253,7 +276,7 @@ def _measure(
         found.rows.append({**row, "variant": variant})
         notify(f"Measurements: {len(found.rows)}")
 
-    run_rows(job, env, on_row, on_event)
+    run_rows(job, env, on_row, on_event, require_wanted=require_wanted)
 
 
 def render(result: BenchResult) -> str:

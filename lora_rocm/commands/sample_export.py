@@ -10,7 +10,7 @@ from typing import Any
 
 from lora_rocm.commands.output import Notify, unheard
 from lora_rocm.dataset.images.preview_images import faults
-from lora_rocm.errors import AdapterError, MachineError, UserError
+from lora_rocm.errors import AdapterError, MachineError, StoppedError, UserError
 from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.files import followed, require_place
 from lora_rocm.foundation.units import number_text
@@ -224,6 +224,7 @@ def export(
     step: int | None = None,
     registry: FamilyRegistry = FAMILIES,
     notify: Notify = unheard,
+    require_wanted: Callable[[], None] = lambda: None,
 ) -> ExportResult:
     """Write the LoRA of a run in another format.
 
@@ -236,6 +237,7 @@ def export(
         step: step of the checkpoint to export, or None for the newest.
         registry: the available families.
         notify: receives notices.
+        require_wanted: see ``run_model_tool``.
 
     Raises:
         AdapterError: no program reads such an adapter in this format (``export-form``).
@@ -281,7 +283,16 @@ def export(
         raise UserError(
             "output-not-empty", what, where=str(place), fix="Remove the folder, or name another: --output FOLDER."
         )
-    return _export(run_dir, file_format, notify, output=output, dtype=dtype, updates=step, converter=script)
+    return _export(
+        run_dir,
+        file_format,
+        notify,
+        output=output,
+        dtype=dtype,
+        updates=step,
+        converter=script,
+        require_wanted=require_wanted,
+    )
 
 
 def _require_suffix(output: Path, file_format: str) -> None:
@@ -358,14 +369,16 @@ def _export(
     dtype: str | None,
     updates: int | None = None,
     converter: Path | None = None,
+    require_wanted: Callable[[], None] = lambda: None,
 ) -> ExportResult:
     place = output.absolute() if output else None
     job = ExportJob(
         source=run_dir.path, format=file_format, output=place, dtype=dtype, updates=updates, converter=converter
     )
     # Remains of killed exports may be as large as the base, and the space may be needed
+    target = followed(output) if output else run_dir.export_of(file_format)
     run_dir.discard_unfinished_exports()
-    discard_abandoned(followed(output) if output else run_dir.export_of(file_format))
+    discard_abandoned(target)
     written: list[ExportResult] = []
 
     def on_event(event: Event) -> None:
@@ -374,7 +387,11 @@ def _export(
             made_from = event.updates, event.checkpoint
             written.append(ExportResult(file_format, Path(event.path), event.max_difference, *read, *made_from))
 
-    run_model_tool(job, on_event, notify)
+    try:
+        run_model_tool(job, on_event, notify, require_wanted)
+    except StoppedError:
+        discard_abandoned(target)
+        raise
     if output is None:
         record_export(run_dir, file_format, Made(written[-1].updates, written[-1].checkpoint))
     return written[-1]

@@ -30,6 +30,7 @@ def run_rows(
     on_event: OnEvent = lambda event: None,
     start_limit_s: float = math.inf,
     module: str | None = None,
+    require_wanted: Callable[[], None] = lambda: None,
 ) -> None:
     """Run a measuring job, and pass each row to ``on_row``. ``problem`` of a row is the reason why it failed, or None.
 
@@ -40,6 +41,7 @@ def run_rows(
         on_event: called with each other event.
         start_limit_s: time limit for the start of the child, until its first row begins.
         module: replaces the module of the child.
+        require_wanted: is called regularly. If it raises an error, the child is killed.
 
     Raises:
         LoraRocmError: the child reported this error.
@@ -62,6 +64,7 @@ def run_rows(
                 on_event(event)
 
     def is_late() -> bool:
+        require_wanted()
         return time.monotonic() > deadline
 
     # A child that dies loses its current row; the next child starts at the row after it

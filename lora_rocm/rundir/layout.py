@@ -71,7 +71,7 @@ class NamePatterns:
 
     @property
     def folders(self) -> str:
-        return rf"checkpoints|samples|grid|tries|tensorboard|peft|{self.embeddings}"
+        return rf"checkpoints|samples|grid|tries|earlier-exports|tensorboard|peft|{self.embeddings}"
 
     @property
     def of_worker(self) -> str:
@@ -242,6 +242,10 @@ class RunDir:
     def tries(self) -> Path:
         """The folder of the pictures that the user drew in the page, each with the values that it was drawn with."""
         return self.path / "tries"
+
+    def earlier_exports(self, updates: int) -> Path:
+        """The folder of files that the page exported from a step before the end of the run."""
+        return self.path / "earlier-exports" / f"step-{updates:08d}"
 
     @property
     def clicks(self) -> Path:

@@ -35,6 +35,8 @@ MAX_STARTS = 12
 
 Notify = Callable[[str], None]
 Command = Callable[[Path], list[str]]
+RequireWanted = Callable[[], None]
+"""Raises an error if the result is no longer wanted. It is called regularly, and the child is then killed."""
 
 
 def child_command(job: Path) -> list[str]:
@@ -65,7 +67,12 @@ def ensure(situation: Situation, recipe: Recipe, notify: Notify) -> Situation:
     return replace(situation, verdict=verdict)
 
 
-def self_test(situation: Situation, notify: Notify, command: Command = child_command) -> SelftestVerdict:
+def self_test(
+    situation: Situation,
+    notify: Notify,
+    command: Command = child_command,
+    require_wanted: RequireWanted = lambda: None,
+) -> SelftestVerdict:
     """Test the GPU, try remedies and the profile "fast", and return the verdict.
 
     The verdict is stored, except if the GPU cannot be used at all.
@@ -83,13 +90,13 @@ def self_test(situation: Situation, notify: Notify, command: Command = child_com
     # Test with the profile "safe", then try remedies for the failures
     started = time.monotonic()
     plain = replace(situation, profile="safe", verdict=None, tuned=Tuned())
-    verdict = SelftestVerdict(stack, _tested(plain, notify, command))
+    verdict = SelftestVerdict(stack, _tested(plain, notify, command, require_wanted))
     for remedy in selftest_table().remedy:
         if remedy.when.holds(plain) and verdict.failed(f"{remedy.group}."):
-            verdict = _with_remedy(remedy, plain, verdict, notify, command)
+            verdict = _with_remedy(remedy, plain, verdict, notify, command, require_wanted)
     # Test the profile "fast" only if its groups pass
     if situation.gpu is not None and not any(verdict.failed(f"{group}.") for group in FAST_GROUPS):
-        verdict = replace(verdict, fast=_fast(plain, verdict, notify, command))
+        verdict = replace(verdict, fast=_fast(plain, verdict, notify, command, require_wanted))
     # Report and store
     now = " Training avoids the failed kernels: lora-rocm env --explain shows how." if verdict.failed("") else ""
     notify(f"Self-test: {_summary(verdict.results)} in {time.monotonic() - started:.0f} s.{now}")
@@ -122,9 +129,15 @@ def _environment(situation: Situation) -> dict[str, str]:
     return plan(situation).applied_to(situation.environ)
 
 
-def _tested(situation: Situation, notify: Notify, command: Command, only: Sequence[str] = ()) -> tuple[Result, ...]:
+def _tested(
+    situation: Situation,
+    notify: Notify,
+    command: Command,
+    require_wanted: RequireWanted,
+    only: Sequence[str] = (),
+) -> tuple[Result, ...]:
     try:
-        return run_checks(SelfTestJob(only=tuple(only)), _environment(situation), notify, command)
+        return run_checks(SelfTestJob(only=tuple(only)), _environment(situation), notify, command, require_wanted)
     except MachineError as error:
         if error.code != "no-gpu":
             raise
@@ -138,7 +151,12 @@ def _tested(situation: Situation, notify: Notify, command: Command, only: Sequen
 
 
 def _with_remedy(
-    remedy: Remedy, plain: Situation, before: SelftestVerdict, notify: Notify, command: Command
+    remedy: Remedy,
+    plain: Situation,
+    before: SelftestVerdict,
+    notify: Notify,
+    command: Command,
+    require_wanted: RequireWanted,
 ) -> SelftestVerdict:
     """Repeat the checks of the remedy's group with the remedy applied, and return the resulting verdict.
 
@@ -146,7 +164,8 @@ def _with_remedy(
     """
     notify(f"  repeated with {remedy.variable}={remedy.value}:")
     trial = SelftestVerdict(before.stack, (), remedies=(*before.remedies, remedy.id))
-    again = {result.name: result for result in _tested(replace(plain, verdict=trial), notify, command, (remedy.group,))}
+    tested = _tested(replace(plain, verdict=trial), notify, command, require_wanted, (remedy.group,))
+    again = {result.name: result for result in tested}
     failed_before = {result.name for result in before.failed(f"{remedy.group}.")}
     failed_now = {result.name for result in again.values() if not result.ok}
     if not failed_now < failed_before:
@@ -155,7 +174,9 @@ def _with_remedy(
     return replace(before, results=results, remedies=trial.remedies)
 
 
-def _fast(plain: Situation, verdict: SelftestVerdict, notify: Notify, command: Command) -> tuple[Result, ...]:
+def _fast(
+    plain: Situation, verdict: SelftestVerdict, notify: Notify, command: Command, require_wanted: RequireWanted
+) -> tuple[Result, ...]:
     """Return the results without the variables of the profile "safe"; the existing results if it sets none of them."""
     assumed = (Result("assumed.for-this-test", "passed", 0.0),)
     safe = replace(plain, verdict=replace(verdict, results=()))
@@ -163,11 +184,15 @@ def _fast(plain: Situation, verdict: SelftestVerdict, notify: Notify, command: C
     if _environment(fast) == _environment(safe):
         return tuple(result for result in verdict.results if _group(result.name) in FAST_GROUPS)
     notify('  repeated with the faster libraries of the profile "fast":')
-    return _tested(fast, notify, command, FAST_GROUPS)
+    return _tested(fast, notify, command, require_wanted, FAST_GROUPS)
 
 
 def run_checks(
-    job: SelfTestJob, env: Mapping[str, str], notify: Notify, command: Command = child_command
+    job: SelfTestJob,
+    env: Mapping[str, str],
+    notify: Notify,
+    command: Command = child_command,
+    require_wanted: RequireWanted = lambda: None,
 ) -> tuple[Result, ...]:
     """Run all checks of a job and return their results.
 
@@ -177,11 +202,16 @@ def run_checks(
         MachineError: a child ended before its first check, or too many children failed.
     """
     progress = _Progress(notify)
+
+    def is_late() -> bool:
+        require_wanted()
+        return progress.is_late()
+
     with temporary_folder() as folder:
         for _ in range(MAX_STARTS):
             progress.start()
             path = write_job(folder, replace(job, skip=tuple(progress.skipped)))
-            code, log = follow_tool(command(path), env, progress.on_event, progress.is_late)
+            code, log = follow_tool(command(path), env, progress.on_event, is_late)
             if progress.ended(code, log):
                 return progress.all_results()
     raise MachineError(

@@ -247,6 +247,7 @@ def run_worker(
     command: Sequence[str],
     notify: Callable[[str], None],
     asked: Asked | None = None,
+    require_wanted: Callable[[], None] = lambda: None,
 ) -> int:
     """Start the worker without hang detection or restarts, pass on its events until it ends, and return its exit code.
 
@@ -257,14 +258,24 @@ def run_worker(
         command: program and arguments from ``worker_command``.
         notify: function that shows a message to the user.
         asked: requests to stop; None means Ctrl-C, SIGTERM and the closing of the terminal.
+        require_wanted: is called regularly. If it raises a StoppedError, the worker is killed.
 
     Raises:
         LoraRocmError: an error as in ``Worker.verdict``.
     """
+
+    def is_late() -> bool:
+        require_wanted()
+        return False
+
     run_dir.stop.unlink(missing_ok=True)  # writes: removes the link, where there is one
     listening = stop_signals() if asked is None else contextlib.nullcontext(asked)
     with listening as asked, Worker(run_dir, env, command) as worker:
-        follow([worker], asked, lambda rank, event: on_event(event), notify)
+        try:
+            follow([worker], asked, lambda rank, event: on_event(event), notify, is_late)
+        except StoppedError:
+            worker.give_up()
+            raise
         return worker.verdict()
 
 

@@ -6,6 +6,7 @@ live stream. Work ends with the server. Training outlives it, because it is its 
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,11 @@ from lora_rocm.errors import LoraRocmError, StoppedError, UserError
 MAX_LINES = 200
 PAUSE_S = 0.25
 """Shortest time between two announcements of progress."""
+
+
+def key_of(kind: str, name: str) -> str:
+    """Return the key of work on a run. kind: the kind of work. name: what requests call the run."""
+    return f"{kind}-" + re.sub(r"[^A-Za-z0-9]", "-", name)[-80:]
 
 
 @dataclass

@@ -102,8 +102,10 @@ class Edits:
             self._write(path, content)
             return SavedEdit(path, version_of(content), undo)
 
-    def undo(self, path: Path) -> SavedEdit:
+    def undo(self, path: Path, if_match: str | None = None) -> SavedEdit:
         """Undo the newest change of a file. Undoing again undoes the change before it.
+
+        ``if_match``: the version that the editor saw, or None if it showed no content.
 
         Raises:
             UserError: nothing-to-undo: no change of this file is kept.
@@ -118,7 +120,7 @@ class Edits:
             about = parse_json(read_plain(kept[-1], MAX_FILE_BYTES))
             before = read_plain(kept[-1].with_suffix(".before"), MAX_FILE_BYTES) if about["existed"] else None
             now, version = self.read(path)
-            if version != about["after"]:
+            if version != about["after"] or version != (if_match or version):
                 raise EditConflict(path, before or b"", now, version)
             self._write(path, before)
             for file in (kept[-1], kept[-1].with_suffix(".before")):

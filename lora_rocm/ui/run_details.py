@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_rocm.errors import LoraRocmError
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.report.figures import RunProgress, progress_of
@@ -144,14 +143,6 @@ def _texts(run_dir: RunDir, folder: Path) -> Iterator[str]:
                 yield read_plain(path, MAX_PROMPT_BYTES).decode("utf-8", "replace")
         except OSError:
             continue
-
-
-def result_paths(view: RunView) -> list[Path]:
-    """Return the intact result files that a browser can save, LoRA files first."""
-    try:
-        return [path for path in view.files.whole if path.is_file() and view.run_dir.holds(path)]
-    except LoraRocmError:
-        return []
 
 
 def logs_of(run_dir: RunDir) -> list[tuple[int, str]]:

@@ -19,7 +19,7 @@ from lora_rocm.rundir.layout import SUPERVISOR, RunDir
 from lora_rocm.rundir.run_view import RunView
 
 MAX_VIEWS = 4
-Key = tuple[FileVersion | None, FileVersion | None, bool, bool]
+Key = tuple[FileVersion | None, FileVersion | None, bool, bool, FileVersion | None]
 
 
 class _GrowingLog:
@@ -49,7 +49,7 @@ class _GrowingLog:
 
 
 class RunViews:
-    """Views of runs. A view is renewed as soon as an event file, the result or the lock of its run changes."""
+    """Views of runs. A view is renewed as soon as an event file, the result, an export or the lock changes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -64,7 +64,7 @@ class RunViews:
         with self._lock:
             paths = run_dir.events(), run_dir.events(SUPERVISOR)
             running = is_running(run_dir)  # first: if the run ends meanwhile, its end is still read below
-            key = (_version(paths[0]), _version(paths[1]), running, run_dir.result.exists())
+            key = (_version(paths[0]), _version(paths[1]), running, run_dir.result.exists(), _version(run_dir.exports))
             kept = self._kept.pop(run_dir.path, None)
             if kept is None:
                 events, supervisor = _GrowingLog(paths[0]), _GrowingLog(paths[1])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lora_rocm.errors import UserError, WorkerDiedError
+from lora_rocm.errors import StoppedError, UserError, WorkerDiedError
 from lora_rocm.processes import row_runner
 from lora_rocm.processes.jobs import TuneProductsJob
 from lora_rocm.processes.row_runner import run_rows
@@ -70,6 +70,16 @@ def test_after_many_deaths_it_is_given_up_and_what_came_is_kept(run: Runner, mon
 def test_a_child_that_cannot_begin_is_an_error(run: Runner, outcome: str, error: type[Exception]) -> None:
     with pytest.raises(error):
         run([outcome])
+
+
+def test_a_child_whose_rows_are_no_longer_wanted_is_ended(run: Runner) -> None:
+    def require_wanted() -> None:
+        if run.rows:
+            raise StoppedError("cancelled", "Cancelled.")
+
+    with pytest.raises(StoppedError):
+        run([DONE, "hang"], require_wanted=require_wanted)
+    assert len(run.rows) == 1 and run.starts == [0]
 
 
 def test_a_child_that_does_not_begin_in_time_is_ended(run: Runner) -> None:

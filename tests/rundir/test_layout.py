@@ -163,7 +163,7 @@ def test_a_run_is_known_also_with_files_of_the_user_in_it(tmp_path: Path, names:
     "name",
     ["checkpoints", "samples", "tensorboard", "peft", ".parent.lock", ".worker.lock", ".worker.rank1.lock", "stop"]
     + ["worker.log", "worker.rank1.log", "events.jsonl", "events.rank1.jsonl", "events.supervisor.jsonl"]
-    + ["heartbeat.rank0.json", "stacks.rank0.txt", "clicks.jsonl", "grid", "tries"],
+    + ["heartbeat.rank0.json", "stacks.rank0.txt", "clicks.jsonl", "grid", "tries", "earlier-exports"],
 )
 def test_links_where_a_run_writes_in_place_are_refused_and_named(tmp_path: Path, name: str) -> None:
     run_dir = filled(tmp_path / "run", "recipe.yaml", ".parent.lock")

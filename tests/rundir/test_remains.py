@@ -51,7 +51,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     found = RunDir(tmp_path / "run")
     write_whole_run(found)
 
-    def tool(job: object, listen: Callable[[Any], object], notify: object) -> None:
+    def tool(job: object, listen: Callable[[Any], object], notify: object, require_wanted: object) -> None:
         listen(event("export", format="merged", path="m", max_difference=0.0, cannot_read=[], updates=2))
 
     monkeypatch.setattr(sample_export, "run_model_tool", tool)

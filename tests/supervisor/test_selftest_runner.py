@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from lora_rocm.errors import MachineError, WorkerDiedError
+from lora_rocm.errors import MachineError, StoppedError, WorkerDiedError
 from lora_rocm.hardware.facts import load_facts
 from lora_rocm.hardware.selftest_result import Result, SelftestVerdict, SoftwareAndGpu, stored
 from lora_rocm.hardware.software_stack import stack_of
@@ -328,7 +328,7 @@ def test_a_gpu_that_torch_does_not_see(tmp_path: Path, faulty: Child, monkeypatc
     monkeypatch.setattr(
         self_test,
         "__defaults__",
-        (lambda job: [sys.executable, "-c", f"print('''{json.dumps(event)}'''); raise SystemExit(3)"],),
+        (lambda job: [sys.executable, "-c", f"print('''{json.dumps(event)}'''); raise SystemExit(3)"], lambda: None),
     )
     with pytest.raises(MachineError, check=saying("supervisor/does-not-see-the", "supervisor/mi300x")) as caught:
         ensure(machine("linux-mi300x", tmp_path), make_recipe(), faulty.said.append)
@@ -352,6 +352,18 @@ def test_store_is_what_stored_reads(tmp_path: Path) -> None:
     store(tmp_path, verdict)
     assert stored(tmp_path, stack) == verdict
     assert stored(tmp_path, replace(stack, driver="another")) is None
+
+
+def test_a_test_that_is_no_longer_wanted_leaves_no_child_behind(tmp_path: Path) -> None:
+    faulty = Child(tmp_path, {"copies.pinned.4KiB": "hang", "timeout_s": 50.0})
+
+    def require_wanted() -> None:
+        if faulty.log.exists():
+            raise StoppedError("cancelled", "Cancelled.")
+
+    with pytest.raises(StoppedError):
+        self_test(machine("linux-rx9070xt", tmp_path), faulty.said.append, faulty.command, require_wanted)
+    assert not [child for child in psutil.Process().children() if str(FAULTY) in child.cmdline()]
 
 
 def test_ctrl_c_leaves_no_child_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,13 +17,14 @@ import pytest
 
 from lora_rocm.errors import (
     MachineError,
+    StoppedError,
     StorageError,
     WorkerDiedError,
     resume_advice,
     storage_error,
 )
 from lora_rocm.processes.process import error_from_event, kill_tree, own_group
-from lora_rocm.rundir.event_types import ErrorEvent
+from lora_rocm.rundir.event_types import ErrorEvent, Event, StartEvent, StepEvent
 from lora_rocm.rundir.exit_status import describe_exit, worker_died_error
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.worker_process import Worker, run_worker, with_fitting_fix, worker_command
@@ -123,6 +124,27 @@ def test_a_flood_of_output_blocks_nothing(run_dir: RunDir) -> None:
     text = str(caught.value)
     assert "line 19999" in text and "line 19970" not in text and "\x1b" not in text
     assert len(text) < 8000
+
+
+@pytest.mark.parametrize("place", ["on_event", "require_wanted"])
+def test_a_worker_that_is_no_longer_wanted_is_killed(run_dir: RunDir, place: str) -> None:
+    """At an event, and between two events."""
+    pids, cancelled = list[int](), StoppedError("cancelled", "Cancelled.")
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, StartEvent):
+            pids.append(event.pid)
+        if place == "on_event" and isinstance(event, StepEvent):
+            raise cancelled
+
+    def require_wanted() -> None:
+        if place == "require_wanted" and pids:
+            raise cancelled
+
+    command = [sys.executable, "-m", "tests.supervisor.fake_worker", "hang", str(run_dir.path)]
+    with pytest.raises(StoppedError) as caught:
+        run_worker(run_dir, os.environ, on_event, command, print, None, require_wanted)
+    assert caught.value is cancelled and len(pids) == 1 and not psutil.pid_exists(pids[0])
 
 
 # Ctrl-C

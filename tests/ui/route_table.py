@@ -124,7 +124,7 @@ def usual_fields(site: Site, path: str) -> dict[str, str]:
     run = {"dir": "runs/a-run", "file": "samples/step-00000020/00.png", "step": "40", "field": "loss", "side": "first"}
     if path == "/runs/speed":
         return {"dir": "runs/measured"}
-    values = {"prompt": "a zibu", "seed": "1", "steps": "2", "strength": "1"}
+    values = {"prompt": "a zibu", "seed": "1", "steps": "2", "strength": "1", "format": "gguf"}
     if part == "images":
         text = {"recipe": "cat.yaml"} if path.startswith("/images/texts") else {}
         return {"dir": "pictures", "file": "image 0.png", "name": "image 0.png", "purpose": "alike", **text}

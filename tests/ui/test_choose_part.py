@@ -183,7 +183,11 @@ def test_a_vote_is_recorded_and_the_pair_is_blind(site: Site) -> None:
         assert code_of(again.text) == "pair-old"
     assert site.client.get("/choose/side", params={**RUN, "pair": token, "side": "first"}).status_code == 422
     assert len(read_clicks(run_dir)) == 1
-    assert site.client.post("/choose/undo", params=RUN).status_code == 200 and not read_clicks(run_dir)
+    # nor is a vote taken back that the page has not shown
+    old, now = (
+        site.client.post("/choose/undo", params=RUN, data={"pair": pair}) for pair in (token, token_of(answer.text))
+    )
+    assert code_of(old.text) == "pair-old" and now.status_code == 200 and not read_clicks(run_dir)
 
 
 def test_the_result_has_the_held_out_loss_beside_it(site: Site) -> None:
@@ -247,7 +251,7 @@ def test_a_language_model_has_its_own_words_and_formats(site: Site) -> None:
     text = site.get("/choose/run", **RUN)
     for key in ("choose_made.text.draw", "choose_made.text.no_pair"):
         assert t(key) in text and t(key) not in of_images
-    assert "--format gguf --step 40" in text and "/try/run?dir=runs%2Fa-run&amp;file=20" in text
+    assert "/runs/exports?dir=runs%2Fa-run&amp;step=40" in text and "/try/run?dir=runs%2Fa-run&amp;file=20" in text
     assert "/choose/copy" in of_images and "/choose/copy" not in text  # no folder of ComfyUI
     # Two equal answers are a tie, however the user votes; two different ones are not
     _, opened, _ = open_grid(run_dir.path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import os
 import re
 import time
@@ -92,6 +93,26 @@ def test_two_browsers_see_the_conflict(site: Site, folder: Path) -> None:
     version = re.findall(r'name="version" value="([^"]*)"', answer.text)[0]
     assert save(site, "image 0.png", {**second, "text": "second", "version": version}).status_code == 200
     assert (folder / "image 0.txt").read_text(encoding="utf-8") == "second"
+
+
+def test_only_the_change_that_the_page_shows_is_undone(site: Site, folder: Path) -> None:
+    where = {"dir": "ä pictures"}
+
+    def newest() -> str:
+        found = re.search(r'id="newest-change" name="newest" value="([^"]*)"', site.get("/images/view", **where))
+        assert found is not None
+        return found[1]
+
+    assert newest() == ""
+    answer = save(site, "image 0.png", {**fields(site, "image 0.png"), "text": "first"})
+    shown = json.loads(answer.headers["hx-trigger"])["images:changed"]["newest"]
+    assert shown == newest()
+    save(site, "image 1.png", {**fields(site, "image 1.png"), "text": "of another browser"})
+    refused = site.client.post("/images/undo", params=where, data={"newest": shown})
+    assert refused.status_code == 409 and code_of(refused.text) == "edit-conflict"
+    assert (folder / "image 1.txt").read_text(encoding="utf-8") == "of another browser"
+    assert site.client.post("/images/undo", params=where, data={"newest": newest()}).status_code == 200
+    assert (folder / "image 1.txt").read_text(encoding="utf-8") != "of another browser" and newest() == shown
 
 
 def test_a_caption_in_windows_text_is_shown_and_repaired(site: Site, folder: Path) -> None:

@@ -94,6 +94,21 @@ def test_a_change_of_an_order_that_the_page_did_not_see_is_a_conflict(site: Site
     assert code_of(answer.text) == "edit-conflict" and "by hand" in file.read_text(encoding="utf-8")
 
 
+def test_a_conflict_shows_the_present_state_and_keeps_the_text(site: Site, queue: QueueDir) -> None:
+    file, headers = queue.find("cat").path, {"hx-request": "true"}
+    old = {"file": file.name, "version": "old", "to": "down"}
+    for address in ("/queue/move", "/queue/remove"):
+        answer = site.client.post(address, data=old, headers=headers)
+        assert answer.status_code == 409 and code_of(answer.text) == "edit-conflict"
+        assert answer.text.count("<li id=") == 3 and order_version(queue) in answer.text
+    answer = site.client.post("/queue/save", params=old, data={"text": "my <text>", "version": "old"}, headers=headers)
+    version = site.context.edits.read(file)[1]
+    assert answer.status_code == 409 and "my &lt;text&gt;</textarea>" in answer.text and "zibu" in answer.text
+    assert f'value="{version}"' in answer.text and "my <text>" not in file.read_text(encoding="utf-8")
+    again = site.client.post("/queue/save", params=old, data={"text": "# mine", "version": version}, headers=headers)
+    assert again.status_code == 200 and file.read_text(encoding="utf-8") == "# mine"
+
+
 def test_a_removed_recipe_comes_back_with_its_run(site: Site, queue: QueueDir) -> None:
     run_dir = begun(site, queue, "dog", is_finished=False)
     data = {"file": file_of(queue, "dog"), "version": site.context.edits.read(queue.find("dog").path)[1]}

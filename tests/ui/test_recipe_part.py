@@ -108,7 +108,13 @@ def test_saving_needs_the_version_that_the_page_got(site: Site, recipe: Path) ->
     assert second.status_code == 409 and code_of(second.text) == "edit-conflict"
     assert f'data-version="{first.json()["version"]}"' in second.text
     assert recipe.read_text(encoding="utf-8").endswith("# mine\n")
-    undone = site.client.post("/recipe/undo", params={"file": FILE}, headers={"if-match": "x"})
+    # Neither is a save undone that the page has not shown, nor a recipe trained
+    for address in ("/recipe/undo", "/recipe/start"):
+        old = site.client.post(address, params={"file": FILE}, headers={"if-match": version, "hx-request": "true"})
+        assert old.status_code == 409 and code_of(old.text) == "edit-conflict"
+    assert site.context.launches.all() == []
+    now = {"if-match": first.json()["version"]}
+    undone = site.client.post("/recipe/undo", params={"file": FILE}, headers=now)
     assert undone.json()["text"] == RECIPE == recipe.read_text(encoding="utf-8")
 
 

@@ -86,12 +86,23 @@ class ChangeJournal:
         with self._lock:
             self._write([*self.changes(), FolderChange(kind, tuple(paths), time.time())][-MAX_CHANGES:])
 
-    def require_change(self) -> list[FolderChange]:
+    @property
+    def version(self) -> str:
+        """A text that differs after each change and each undo; empty if no change is known."""
+        return "".join(f"{each.time_s!r}" for each in self.changes()[-1:])
+
+    def require_change(self, if_match: str | None = None) -> list[FolderChange]:
         """Return the changes, of which there is at least one.
 
+        ``if_match``: the version that the page shows, or None for any.
+
         Raises:
-            UserError: nothing-to-undo: no change is known.
+            UserError: nothing-to-undo: no change is known; or edit-conflict: the newest change is another one.
         """
+        if if_match is not None and if_match != self.version:
+            what = "The newest change in this folder is one that this page has not shown. Nothing was undone."
+            fix = "Reload the page to see it. Undo then takes that change back."
+            raise UserError("edit-conflict", what, fix=fix)
         if not (changes := self.changes()):
             fix = "Only changes that were saved in the page can be undone."
             raise UserError("nothing-to-undo", "There is no change to undo.", fix=fix)

@@ -13,17 +13,17 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from lora_rocm.errors import UserError
-from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.page_parts.texts import t
 from lora_rocm.rundir.clicks import PREFERRED, Side, add_click, read_clicks, undo_click
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.ui.background import Work
+from lora_rocm.ui.background import Work, key_of
 from lora_rocm.ui.context import UiContext, context_of
 from lora_rocm.ui.curves import HELD_OUT, curve_of
 from lora_rocm.ui.fields import fields_of, query_of, text_of
 from lora_rocm.ui.free_gpu import require_room, running_runs
+from lora_rocm.ui.pages.run_exports import export_key
 from lora_rocm.ui.part import Part
-from lora_rocm.ui.rendering import fragment, page
+from lora_rocm.ui.rendering import fragment, is_fragment, page, problem
 from lora_rocm.ui.run_list import newest_runs
 from lora_rocm.ui.thumbnails import MEDIA_TYPE, SIDES_PX, thumbnail
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 LIST, VIEW = "choose.html.j2", "choose_run.html.j2"
 MOST_FILES = 8
 USUAL_STRENGTHS = (0.6, 0.8, 1.0)
-TEXT, OF_TEXT = "text", ("peft", "gguf")
-"""The preview of a language model, and the formats that programs for them read."""
+TEXT = "text"
+"""The preview of a language model."""
 MAX_TEXT_BYTES = 1 << 16
 Values = dict[str, Any]
 """Values of a block of the template."""
@@ -59,7 +59,7 @@ class ChooseRun:
     @property
     def key(self) -> str:
         """The name of its work in the background."""
-        return "choose-" + re.sub(r"[^A-Za-z0-9]", "-", self.name)[-80:]
+        return key_of("choose", self.name)
 
 
 def listed(request: Request) -> Response:
@@ -170,7 +170,7 @@ def _clicked(request: Request, token: str, preferred: str) -> Response:
     found = _open(request)
     pair, chosen = _blind_test(found).pair, next((each for each in PREFERRED if each == preferred), None)
     if pair is None or pair.token != token or chosen is None:
-        raise _old_pair()
+        return _old(request)
     first, second = (
         Side(one.variant.updates, one.variant.strength, one.path.relative_to(found.run_dir.path).as_posix())
         for one in (pair.first, pair.second)
@@ -182,11 +182,28 @@ def _clicked(request: Request, token: str, preferred: str) -> Response:
     return _voted(request, found)
 
 
-def undo(request: Request) -> Response:
-    """Take the newest vote back."""
+async def undo(request: Request) -> Response:
+    """Take the newest vote back, if the page shows the pair that followed it."""
+    token = await text_of(request, "pair")
+    return await run_in_threadpool(_undone, request, token)
+
+
+def _undone(request: Request, token: str) -> Response:
     found = _open(request)
+    pair = _blind_test(found).pair
+    if pair is None or pair.token != token:
+        return _old(request)
     undo_click(found.run_dir)
     return _voted(request, found)
+
+
+def _old(request: Request) -> Response:
+    """Refuse a vote on an earlier pair. The page then asks for the present one."""
+    if not is_fragment(request):
+        raise _old_pair()
+    answer = problem(request, _old_pair())
+    answer.headers["HX-Trigger"] = "pairs"
+    return answer
 
 
 def _voted(request: Request, found: ChooseRun) -> Response:
@@ -327,12 +344,11 @@ def _take(ui: UiContext, found: ChooseRun) -> Values:
     steps = [updates for updates, _ in run_dir.checkpoint_loras()]
     step = best.updates if best and best.updates in steps else steps[-1] if steps else None
     curve = _held_out(ui, run_dir) if kind == TEXT else []
-    exports = [["lora-rocm", "export", str(run_dir.path), "--format", each, "--step", str(step)] for each in OF_TEXT]
     return {
         "kind": kind,
         "losses": [(updates, _loss_at(curve, updates)) for updates in steps],
         "is_measured": bool(curve),
-        "exports": [quoted(words) for words in exports],
+        "export_key": export_key(ui, run_dir),
         "steps": steps,
         "best": best,
         "step": step,
@@ -376,8 +392,8 @@ def _numbers(where: str, text: str) -> list[float]:
 
 
 def _old_pair() -> UserError:
-    what = "This pair is no longer shown, because a vote or a picture was added. The vote was not counted."
-    return UserError("pair-old", what, fix="Reload the page, and vote on the pair that it shows.")
+    what = "Votes or pictures have changed since this page showed its pair. Nothing was counted or taken back."
+    return UserError("pair-old", what, fix="Vote on the pair that the page shows now.")
 
 
 PART = Part(

@@ -89,14 +89,19 @@ def _change(request: Request, fields: FormData) -> Response:
     return progress(request)
 
 
-def undo(request: Request) -> Response:
-    """Undo the newest change in the folder, in the background."""
+async def undo(request: Request) -> Response:
+    """Undo the newest change in the folder, in the background. ``newest``: the one that the page shows."""
+    newest = (await fields_of(request)).get("newest")
+    return await run_in_threadpool(_undo, request, newest if isinstance(newest, str) else None)
+
+
+def _undo(request: Request, newest: str | None) -> Response:
     from lora_rocm.ui.image_set.changes import Undone
     from lora_rocm.ui.image_set.listing import LISTINGS
 
     folder = reading_for(request).folder
     journal = journal_of(request, folder)
-    journal.require_change()
+    journal.require_change(newest)
 
     def undoes(work: Work) -> Undone:
         try:
@@ -113,7 +118,7 @@ def progress(request: Request) -> Response:
     key = work_key(reading_for(request).folder)
     work = context_of(request).background.of(key)
     answer = fragment(request, TEMPLATE, "work", work=work, key=key, here=here(request))
-    return answer if work is None or work.status == "running" else changed(answer)
+    return answer if work is None or work.status == "running" else changed(request, answer)
 
 
 def cancel(request: Request) -> Response:

@@ -46,7 +46,7 @@ async def make_folder(request: Request) -> Response:
 def _folder(request: Request) -> Path:
     folder = context_of(request).folders.resolve(query_of(request, "dir"))
     if not folder.is_dir():
-        fix = "It may have been moved or deleted. The page Images shows the folders that exist."
+        fix = "It may have been moved or deleted. The page Images and texts shows the folders that exist."
         raise UserError("no-folder", "There is no such folder.", where=str(folder), fix=fix)
     return folder
 

@@ -97,7 +97,7 @@ def view(request: Request) -> Response:
         if reading.folder in image_folders(recipe)
     ]  # fmt: skip
     journal = journal_of(request, reading.folder)
-    return page(request, FOLDER, reading=reading, here=here(request), recipes=recipes, changes=journal.changes())
+    return page(request, FOLDER, reading=reading, here=here(request), recipes=recipes, newest=journal.version)
 
 
 def items(request: Request) -> Response:
@@ -167,7 +167,7 @@ def _save(request: Request, given: Mapping[str, str]) -> Response:
         save_caption(ui.edits, journal, listing, name, path, given["text"], version)
     except EditConflict as conflict:
         return _item(request, name, 409, conflict=conflict, mine=given["text"])
-    return changed(_item(request, name, saved=True), name)
+    return changed(request, _item(request, name, saved=True), name)
 
 
 def again(request: Request) -> Response:
@@ -208,7 +208,7 @@ def reading_for(request: Request) -> FolderReading:
     folders, query = context_of(request).folders, request.query_params
     folder = folders.resolve(query_of(request, "dir"))
     if not folder.is_dir():
-        fix = "It may have been moved or deleted. The page Images shows the folders that exist."
+        fix = "It may have been moved or deleted. The page Images and texts shows the folders that exist."
         raise UserError("no-folder", "There is no such folder.", where=str(folder), fix=fix)
     if query.get("recipe"):
         return reading_by(folders.resolve(query["recipe"]), folder)
@@ -250,9 +250,10 @@ def query_for(request: Request, values: Mapping[str, object]) -> ImageQuery:
     return replace(query, losses=losses_of(context_of(request).folders, reading_for(request).folder, run))
 
 
-def changed(answer: Response, name: str = "") -> Response:
-    """Announce to the page that the captions of one image have changed, or any captions."""
-    answer.headers["HX-Trigger"] = json.dumps({"images:changed": {"target": "body", "name": name}})
+def changed(request: Request, answer: Response, name: str = "") -> Response:
+    """Announce to the page that the captions of one image have changed, or any captions, and the newest change."""
+    detail = {"target": "body", "name": name, "newest": journal_of(request, reading_for(request).folder).version}
+    answer.headers["HX-Trigger"] = json.dumps({"images:changed": detail})
     return answer
 
 

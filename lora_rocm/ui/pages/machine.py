@@ -16,6 +16,7 @@ from lora_rocm.ui.fields import text_of
 from lora_rocm.ui.machine_state import examined
 from lora_rocm.ui.pages import machine_tests
 from lora_rocm.ui.part import Part
+from lora_rocm.ui.recipe_files import listed_recipes
 from lora_rocm.ui.rendering import fragment, page
 from lora_rocm.ui.run_list import run_names
 
@@ -32,7 +33,8 @@ SPEED_RUNS = 5
 
 def machine(request: Request) -> Response:
     """The page. The findings follow on their own, because examining a machine takes most of a second."""
-    return page(request, TEMPLATE, caches=_caches(context_of(request)))
+    ui = context_of(request)
+    return page(request, TEMPLATE, caches=_caches(ui), recipes=listed_recipes(ui.folders))
 
 
 def findings(request: Request) -> Response:

@@ -1,79 +1,131 @@
-"""The GPU self-test, and the speed of copies, started on the page Machine. Both use the GPU in child processes."""
+"""Tests and benchmarks of the GPU, started on the page Machine. They use the GPU in child processes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lora_rocm.commands.output import Notify
 from lora_rocm.errors import UserError
+from lora_rocm.page_parts.texts import t
 from lora_rocm.ui.background import Work
 from lora_rocm.ui.context import context_of
-from lora_rocm.ui.fields import query_of, text_of
+from lora_rocm.ui.fields import fields_of, query_of, text_of
 from lora_rocm.ui.free_gpu import require_no_training
+from lora_rocm.ui.recipe_files import recipe_path
 from lora_rocm.ui.rendering import fragment
 
 TEMPLATE = "machine.html.j2"
 
 
-def self_test(notify: Notify) -> str:
+@dataclass(frozen=True)
+class MachineTest:
+    """A test of the GPU.
+
+    Attributes:
+        run: runs it with the path of a recipe, reports its progress, and returns a text.
+        needs_recipe: whether it measures a recipe. If not, the path is not used.
+    """
+
+    run: Callable[[Work, str], str]
+    needs_recipe: bool = False
+
+
+def self_test(work: Work, recipe: str) -> str:
     """Run the self-test of ``lora-rocm doctor``. Its progress has the results."""
     from lora_rocm.rules.this_machine import situation_here
     from lora_rocm.supervisor import selftest_runner
 
-    selftest_runner.self_test(situation_here(deep=True), notify)
+    selftest_runner.self_test(situation_here(deep=True), work.report, require_wanted=work.require_wanted)
     return ""
 
 
-def transfer(notify: Notify) -> str:
+def transfer(work: Work, recipe: str) -> str:
     """Run ``lora-rocm bench transfer``, and return its tables."""
     from lora_rocm.commands import bench
 
-    return bench.render(bench.transfer(notify))
+    return bench.render(bench.transfer(work.report, work.require_wanted))
 
 
-TESTS: Mapping[str, Callable[[Notify], str]] = {"self-test": self_test, "transfer": transfer}
-"""Name -> the test. Each reports its progress and returns a text."""
+def compute(work: Work, recipe: str) -> str:
+    """Run ``lora-rocm bench compute``, and return its tables."""
+    from lora_rocm.commands import bench
+
+    return bench.render(bench.compute(recipe, (), work.report, work.require_wanted))
+
+
+def step(work: Work, recipe: str) -> str:
+    """Run ``lora-rocm bench step``, and return its table. It trains in a temporary folder."""
+    from lora_rocm.commands import bench
+
+    work.report(t("work.loading"))
+    return bench.render(bench.step(recipe, advance=work.advance, require_wanted=work.require_wanted)).strip("\n")
+
+
+TESTS: Mapping[str, MachineTest] = {
+    "self-test": MachineTest(self_test),
+    "transfer": MachineTest(transfer),
+    "step": MachineTest(step, needs_recipe=True),
+    "compute": MachineTest(compute, needs_recipe=True),
+}
+"""Name -> the test."""
 
 
 def state(request: Request) -> Response:
-    """The tests: their buttons, progress and results."""
+    """The tests: their buttons, progress and results. ``of``: "recipe" for those that measure a recipe."""
+    return _state(request, of_recipe=request.query_params.get("of") == "recipe")
+
+
+def _state(request: Request, *, of_recipe: bool) -> Response:
     background = context_of(request).background
-    return fragment(request, TEMPLATE, "tests", tests={name: background.of(_key(name)) for name in TESTS})
+    tests = {name: background.of(_key(name)) for name, test in TESTS.items() if test.needs_recipe is of_recipe}
+    return fragment(request, TEMPLATE, "tests", tests=tests, of_recipe=of_recipe)
 
 
 async def begin(request: Request) -> Response:
     """Begin a test in the background, unless a run is training."""
-    name = await text_of(request, "test")
-    return await run_in_threadpool(_begin, request, name)
+    name, recipe = await text_of(request, "test"), (await fields_of(request)).get("recipe", "")
+    return await run_in_threadpool(_begin, request, name, recipe if isinstance(recipe, str) else "")
 
 
-def _begin(request: Request, name: str) -> Response:
+def _begin(request: Request, name: str, recipe: str) -> Response:
     ui, test = context_of(request), TESTS.get(name)
     if test is None:
         raise UserError("field-unknown", "There is no such test.", where=name[:40], fix="Reload the page.")
     require_no_training(ui.folders)
+    path = _recipe(request, recipe) if test.needs_recipe else None
 
     def run(work: Work) -> str:
-        def report(text: str) -> None:
-            work.report(text)
-            work.require_wanted()
-
-        return test(report)
+        if path is None:
+            return test.run(work, "")
+        return f"{ui.folders.name_of(path)}:\n{test.run(work, str(path))}"
 
     ui.background.start(_key(name), run)
-    return state(request)
+    return _state(request, of_recipe=test.needs_recipe)
+
+
+def _recipe(request: Request, name: str) -> Path:
+    if not name:
+        raise UserError("field-missing", "No recipe is chosen.", where="recipe", fix="Choose a recipe.")
+    path = recipe_path(context_of(request).folders, name)
+    if not path.is_file():
+        fix = "It may have been moved or deleted. The page Recipe lists those that exist."
+        raise UserError("no-recipe", "There is no recipe here.", where=str(path), fix=fix)
+    return path
 
 
 def cancel(request: Request) -> Response:
-    """Cancel a test: at its next line, its child process is ended."""
-    if (work := context_of(request).background.of(_key(query_of(request, "test")))) is not None:
+    """Cancel a test. Its child process is ended at once."""
+    name = query_of(request, "test")
+    if (work := context_of(request).background.of(_key(name))) is not None:
         work.cancel()
-    return state(request)
+        work.wait(1.0)
+    return _state(request, of_recipe=name in TESTS and TESTS[name].needs_recipe)
 
 
 def _key(name: str) -> str:

@@ -10,11 +10,13 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
+from lora_rocm.commands.output import Failure
 from lora_rocm.errors import UserError
 from lora_rocm.foundation.files import refuse_link
 from lora_rocm.page_parts.texts import t
 from lora_rocm.supervisor.queue_dir import QueueDir
 from lora_rocm.ui.context import UiContext, context_of
+from lora_rocm.ui.edits import EditConflict
 from lora_rocm.ui.fields import fields_of, query_of, text_of
 from lora_rocm.ui.part import Part
 from lora_rocm.ui.queue_view import activity_of_queue, move, remove, shown_queue, undo_removal
@@ -34,7 +36,7 @@ def queue(request: Request) -> Response:
     """The page."""
     ui = context_of(request)
     recipes, activity = listed_recipes(ui.folders), activity_of_queue(ui)
-    return page(request, TEMPLATE, now=activity, queue=shown_queue(ui), recipes=recipes, report="", undo="")
+    return page(request, TEMPLATE, now=activity, queue=shown_queue(ui), recipes=recipes, report=None)
 
 
 def now(request: Request) -> Response:
@@ -44,7 +46,7 @@ def now(request: Request) -> Response:
 
 def items(request: Request) -> Response:
     """The recipes in order and the finished ones, again."""
-    return fragment(request, TEMPLATE, "order", queue=shown_queue(context_of(request)))
+    return fragment(request, TEMPLATE, "items", queue=shown_queue(context_of(request)), report=None)
 
 
 async def add(request: Request) -> Response:
@@ -76,7 +78,11 @@ def _move(request: Request, file_name: str, version: str, to: str) -> Response:
         raise UserError("queue-no-place", "There is no such place.", where=to[:100], fix=fix)
     found = QueueDir(context_of(request).folders.queue)
     name = found.find(file_name).name
-    return _changed(request, t("queue.moved", name=name, place=move(found, file_name, place, version)))
+    try:
+        now_at = move(found, file_name, place, version)
+    except EditConflict as conflict:
+        return _refused(request, conflict, t("queue.not_moved", name=name), t("queue.not_moved_fix"))
+    return _changed(request, t("queue.moved", name=name, place=now_at))
 
 
 async def removed(request: Request) -> Response:
@@ -86,8 +92,13 @@ async def removed(request: Request) -> Response:
 
 def _remove(request: Request, file_name: str, version: str) -> Response:
     ui = context_of(request)
-    edit = remove(QueueDir(ui.folders.queue), ui.edits, file_name, version)
-    return _changed(request, t("queue.removed", name=edit.path.stem), undo=edit.path.name)
+    found = QueueDir(ui.folders.queue)
+    name = found.find(file_name).name
+    try:
+        edit = remove(found, ui.edits, file_name, version)
+    except EditConflict as conflict:
+        return _refused(request, conflict, t("queue.not_removed", name=name), t("queue.not_removed_fix"))
+    return _changed(request, t("queue.removed", name=name), undo=edit.path.name)
 
 
 async def undone(request: Request) -> Response:
@@ -97,8 +108,9 @@ async def undone(request: Request) -> Response:
 
 def _undo(request: Request, file_name: str) -> Response:
     ui = context_of(request)
-    edit = undo_removal(QueueDir(ui.folders.queue), ui.edits, file_name)
-    return _changed(request, t("queue.restored", name=edit.path.stem))
+    found = QueueDir(ui.folders.queue)
+    edit = undo_removal(found, ui.edits, file_name)
+    return _changed(request, t("queue.restored", name=found.find(edit.path.name).name))
 
 
 def recipe(request: Request) -> Response:
@@ -117,9 +129,16 @@ def _save(request: Request, text: str, version: str) -> Response:
     ui = context_of(request)
     found = QueueDir(ui.folders.queue)
     path = _item(ui, query_of(request, "file"))
-    with found.editing():
-        found.require_idle(found.find(path.name))
-        ui.edits.save(path, text.replace("\r\n", "\n").encode("utf-8"), version)
+    text = text.replace("\r\n", "\n")
+    try:
+        with found.editing():
+            found.require_idle(found.find(path.name))
+            ui.edits.save(path, text.encode("utf-8"), version)
+    except EditConflict as conflict:
+        if not is_fragment(request):
+            raise
+        values = {"file": path.name, "text": text, "version": conflict.version, "report": "", "conflict": conflict}
+        return fragment(request, TEMPLATE, "recipe", 409, **values)
     return _recipe(request, path, t("queue.saved"))
 
 
@@ -157,11 +176,21 @@ def _acted(request: Request) -> Response:
     return fragment(request, TEMPLATE, "now", now=activity_of_queue(context_of(request)))
 
 
+def _refused(request: Request, conflict: EditConflict, what: str, fix: str) -> Response:
+    """Show the present queue, and why a change of an earlier state was refused."""
+    error = UserError(conflict.code, what, where=conflict.where, fix=fix)
+    if not is_fragment(request):
+        raise error from conflict
+    values = {"queue": shown_queue(context_of(request)), "report": "", "undo": "", "refused": Failure.of(error)}
+    return fragment(request, TEMPLATE, "items", 409, **values)
+
+
 def _changed(request: Request, report: str, undo: str = "") -> Response:
     """Show the queue after a change. report: a sentence. undo: the file that can be restored; or empty."""
     if not is_fragment(request):
         return RedirectResponse("/queue", 303)
-    return fragment(request, TEMPLATE, "items", queue=shown_queue(context_of(request)), report=report, undo=undo)
+    values = {"queue": shown_queue(context_of(request)), "report": report, "undo": undo, "refused": None}
+    return fragment(request, TEMPLATE, "items", 200, **values)
 
 
 PART = Part(

@@ -42,8 +42,10 @@ def edit(request: Request) -> Response:
 
 
 def present(request: Request) -> Response:
-    """The present text of the file and its version: another program may have changed it."""
+    """The present text of the file and its version: another program may have changed or deleted it."""
     ui, path = context_of(request), _recipe(request)
+    if not path.exists():
+        return JSONResponse({"text": "", "version": MISSING, "can_undo": False})
     text, version = _text_of(ui, path)
     return JSONResponse({"text": text, "version": version, "can_undo": ui.edits.can_undo(path)})
 
@@ -105,9 +107,15 @@ def _save(request: Request, text: str, version: str) -> Response:
     return _changed(request, saved.version)
 
 
-def undo(request: Request) -> Response:
-    """Take the newest saved change of the file back."""
-    saved = context_of(request).edits.undo(_recipe(request))
+async def undo(request: Request) -> Response:
+    """Take the newest saved change of the file back, if it is the one that the page shows."""
+    version = _field(await fields_of(request), "version")
+    return await run_in_threadpool(_undo, request, version)
+
+
+def _undo(request: Request, version: str) -> Response:
+    if_match = request.headers.get("if-match", "").strip('"') or version or None
+    saved = context_of(request).edits.undo(_recipe(request), if_match)
     return _changed(request, saved.version)
 
 

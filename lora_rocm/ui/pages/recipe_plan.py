@@ -19,7 +19,8 @@ from lora_rocm.errors import StoppedError, UserError
 from lora_rocm.rundir.newest import is_run
 from lora_rocm.ui.background import Work
 from lora_rocm.ui.context import UiContext, context_of
-from lora_rocm.ui.fields import query_of, text_of
+from lora_rocm.ui.edits import EditConflict
+from lora_rocm.ui.fields import fields_of, query_of, text_of
 from lora_rocm.ui.recipe_files import recipe_path
 from lora_rocm.ui.rendering import fragment, is_fragment, page, url
 
@@ -149,10 +150,22 @@ def _digest(recipe: Recipe) -> str:
     return hashlib.sha256(kept.encode("utf-8", "replace")).hexdigest()[:20]
 
 
-def start(request: Request) -> Response:
-    """Start a run of the saved recipe in its own process, as ``lora-rocm train`` does."""
+async def start(request: Request) -> Response:
+    """Start a run of the saved recipe in its own process, as ``lora-rocm train`` does.
+
+    ``text``: the text in the page. With the header If-Match, a file that was changed elsewhere is not trained.
+    """
+    shown = (await fields_of(request)).get("text", "")
+    return await run_in_threadpool(_start, request, shown if isinstance(shown, str) else "")
+
+
+def _start(request: Request, shown: str) -> Response:
     ui = context_of(request)
     path = recipe_path(ui.folders, query_of(request, "file"))
+    if if_match := request.headers.get("if-match", "").strip('"'):
+        content, version = ui.edits.read(path)
+        if version != if_match:
+            raise EditConflict(path, shown.encode("utf-8"), content, version)
     run_dir = ui.launches.train(path, (), ui.folders.working)
     address = url("/recipe/started", file=ui.folders.name_of(path), dir=str(run_dir))
     return JSONResponse({"address": address})

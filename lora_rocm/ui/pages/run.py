@@ -20,11 +20,12 @@ from lora_rocm.ui.context import context_of
 from lora_rocm.ui.curves import curve_of, to_bytes
 from lora_rocm.ui.fields import query_of, text_of
 from lora_rocm.ui.live import live_id
-from lora_rocm.ui.pages import run_fork
+from lora_rocm.ui.pages import run_exports, run_fork
 from lora_rocm.ui.part import Part
 from lora_rocm.ui.rendering import fragment, page, url
-from lora_rocm.ui.run_details import ShownDetails, details_of, logs_of, previews_of, result_paths
+from lora_rocm.ui.run_details import ShownDetails, details_of, logs_of, previews_of
 from lora_rocm.ui.run_family import parent_of
+from lora_rocm.ui.run_files import result_folders, result_paths, savable
 from lora_rocm.ui.run_list import newest_runs, run_names
 from lora_rocm.ui.thumbnails import MEDIA_TYPE, SIDES_PX, thumbnail
 
@@ -63,6 +64,8 @@ def view(request: Request) -> Response:
         stories=stories_of(shown.view),
         is_archived=run_dir.path.parent.name == ARCHIVE,
         parent=parent_of(ui.folders, run_dir),
+        export_key=(key := run_exports.export_key(ui, run_dir)),
+        is_exported=ui.background.of(key) is not None,
         checkpoints=[step for step, _ in run_dir.list_checkpoints()],
     )
 
@@ -116,13 +119,14 @@ def files(request: Request) -> Response:
     run_dir = _run(request)
     name = context_of(request).folders.name_of(run_dir.path)
     found = context_of(request).views.of(run_dir)
-    return fragment(request, VIEW, "files", name=name, paths=result_paths(found), found=found)
+    folders = result_folders(found)
+    return fragment(request, VIEW, "files", name=name, paths=result_paths(found), result_folders=folders, found=found)
 
 
 def download(request: Request) -> Response:
     """A result file of a run, to be saved. Only files that the run lists as its results are served."""
     run_dir, path = _run(request), _file(request)
-    if path not in {each.resolve() for each in result_paths(context_of(request).views.of(run_dir))}:
+    if path not in savable(context_of(request).views.of(run_dir)):
         fix = "The page of the run lists its files."
         raise UserError("file-unknown", "This is not a result file of the run.", where=str(path), fix=fix)
     return FileResponse(path, filename=path.name, media_type="application/octet-stream")
@@ -265,6 +269,7 @@ PART = Part(
         Route("/runs/recipe", recipe),
         Route("/runs/size", size),
         *run_fork.ROUTES,
+        *run_exports.ROUTES,
         Route("/runs/stop", stop, methods=["POST"]),
         Route("/runs/resume", resume, methods=["POST"]),
         Route("/runs/rename", rename, methods=["POST"]),

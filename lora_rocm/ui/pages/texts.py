@@ -80,7 +80,7 @@ def _recipes_of(request: Request, table: Path) -> list[str]:
 def _recipe(request: Request) -> Path:
     recipe = context_of(request).folders.resolve(query_of(request, "recipe"))
     if not recipe.is_file():
-        fix = "It may have been moved or deleted. The page Images lists the recipes that exist."
+        fix = "It may have been moved or deleted. The page Images and texts lists the recipes that exist."
         raise UserError("no-recipe", "There is no such recipe.", where=str(recipe), fix=fix)
     return recipe
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ from starlette.routing import Route
 from lora_rocm.errors import UserError
 from lora_rocm.page_parts.texts import t
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.ui.background import Work
+from lora_rocm.ui.background import Work, key_of
 from lora_rocm.ui.context import context_of
 from lora_rocm.ui.fields import fields_of, number_of, query_of
 from lora_rocm.ui.free_gpu import require_room, running_runs
@@ -42,7 +41,7 @@ class TryRun:
     @property
     def key(self) -> str:
         """The name of its work in the background."""
-        return "try-" + re.sub(r"[^A-Za-z0-9]", "-", self.name)[-80:]
+        return key_of("try", self.name)
 
 
 @dataclass(frozen=True)

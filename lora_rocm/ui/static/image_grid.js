@@ -371,6 +371,9 @@ function show(html) {
   htmx.process(editor);
 }
 
+/** The newest change that this page has shown. Only that one is undone. */
+const newest = document.getElementById("newest-change");
+
 const isChanged = (form) => form.elements.text.value !== form.elements.text.defaultValue;
 
 /** Save a caption; false if it could not be saved. The editor then shows why, and keeps the text. */
@@ -387,7 +390,10 @@ async function save(form) {
     box.innerHTML = text; // of this server, which escapes every text
     box.scrollIntoView({ block: "start" });
   }
-  if (answer.ok) grid.reload(true);
+  if (answer.ok) {
+    newest.value = JSON.parse(answer.headers.get("HX-Trigger"))["images:changed"].newest;
+    grid.reload(true);
+  }
   return answer.ok;
 }
 
@@ -450,6 +456,7 @@ document.getElementById("select-none").addEventListener("click", () => {
   grid.announce();
 });
 document.body.addEventListener("images:changed", async (event) => {
+  newest.value = event.detail.newest;
   grid.reload(true);
   if (!event.detail.name && grid.opened && ![...editor.querySelectorAll("form.caption")].some(isChanged)) await openEditor(grid.opened);
 });

@@ -5,6 +5,7 @@ import { csrfHeaders } from "/static/page.js";
 
 const PAUSE_MS = 350;
 const PLAN_PAUSE_MS = 900;
+const MISSING = "missing"; // the version of a file that does not exist
 const LOOK_MS = 4000; // between two looks at the file, which another program may change
 
 class RecipeEditor extends HTMLElement {
@@ -55,14 +56,15 @@ class RecipeEditor extends HTMLElement {
       return null;
     }
     const box = document.getElementById("problem");
-    if (answer.ok) {
-      box.replaceChildren();
+    const choice = this.querySelector("#conflict-choice");
+    if (answer.ok) { // a check goes on while the user compares both versions
+      if (choice.hidden || name === "save" || name === "undo") box.replaceChildren();
       return answer;
     }
     box.innerHTML = await answer.text();
     box.scrollIntoView({ block: "nearest" });
     const conflict = box.querySelector("[data-version]");
-    this.querySelector("#conflict-choice").hidden = conflict === null;
+    choice.hidden = conflict === null;
     if (conflict !== null) this.theirs = conflict.dataset.version;
     return null;
   }
@@ -127,7 +129,7 @@ class RecipeEditor extends HTMLElement {
     if (this.isDirty && !(await this.save())) return;
     const button = this.querySelector("#start");
     button.disabled = true;
-    const answer = await this.post("start", {});
+    const answer = await this.post("start", { text: this.area.value }, { "If-Match": `"${this.version}"` });
     button.disabled = false;
     if (answer !== null) location.href = (await answer.json()).address;
   }
@@ -253,6 +255,7 @@ class RecipeEditor extends HTMLElement {
   show() {
     this.state.textContent = this.isDirty ? this.dataset.unsaved : this.dataset.saved;
     this.querySelector("#save").disabled = !this.isDirty;
+    this.querySelector("#undo").disabled = this.isDirty; // it would take what is not saved
     const start = this.querySelector("#start");
     start.textContent = this.isDirty ? start.dataset.dirty : start.dataset.clean;
     start.classList.toggle("primary", !this.isDirty);
@@ -297,6 +300,14 @@ class RecipeEditor extends HTMLElement {
     if (!answer.ok) return;
     const found = await answer.json();
     if (found.version === this.version) return;
+    const wasGone = this.isGone;
+    this.isGone = found.version === MISSING; // deleted: the text here is the only one
+    if (this.isGone) {
+      this.savedText = null;
+      if (!wasGone) this.show();
+      if (!wasGone) this.state.textContent = this.dataset.gone;
+      return;
+    }
     if (this.isDirty) {
       this.state.textContent = this.dataset.changed;
       return;
