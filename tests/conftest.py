@@ -5,10 +5,11 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 # Before any test module imports torch or a hub client: they read these once.
 # The user's OMP_NUM_THREADS is for the user's programs; scripts/other_cpus.py asks for threads under a name of our own.
@@ -56,6 +57,29 @@ def recipes_parsed_once() -> Iterator[None]:
     parse = lru_cache(maxsize=64)(load.parse_yaml)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load, "parse_yaml", lambda text: deepcopy(parse(text)))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def templates_compiled_once() -> Iterator[None]:
+    """A template's text gives the same code each time. Pages and tokenizers of tests have the same few templates."""
+    from jinja2 import Environment
+
+    compiled: dict[tuple[Any, ...], Any] = {}
+    plain: Callable[..., Any] = Environment.compile
+
+    def once(self: Environment, source: Any, *args: Any, **options: Any) -> Any:
+        if not isinstance(source, str):
+            return plain(self, source, *args, **options)
+        settings = [getattr(self, name) for name in ("trim_blocks", "lstrip_blocks", "autoescape", "optimized")]
+        finalize = getattr(self.finalize, "__code__", self.finalize)
+        key = (type(self), *settings, finalize, *self.extensions, source, args, *sorted(options.items()))
+        if key not in compiled:
+            compiled[key] = plain(self, source, *args, **options)
+        return compiled[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Environment, "compile", once)
         yield
 
 
