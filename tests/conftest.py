@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import lru_cache
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ os.environ.update(
 
 import pytest
 from hypothesis import settings
+
+NEXT_LINE_IN_REPR = r"\x85"
 
 gc.disable()  # until all modules are imported: their objects live to the end, and scanning them takes a third
 
@@ -57,7 +60,29 @@ def recipes_parsed_once() -> Iterator[None]:
     parse = lru_cache(maxsize=64)(load.parse_yaml)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load, "parse_yaml", lambda text: deepcopy(parse(text)))
+        patch.setattr(load, "YAML", _yaml_that_remembers())
         yield
+
+
+def _yaml_that_remembers() -> type:
+    """A writer that writes equal values once: the runs of the tests have the same few recipes."""
+    from ruamel.yaml import YAML
+
+    written: dict[str, str] = {}
+
+    class Remembering(YAML):  # type: ignore[misc]
+        def dump(self, data: Any, stream: Any) -> None:
+            key = f"{self.width} {data!r}"
+            if NEXT_LINE_IN_REPR in key:  # quoted by its type, which is not in its representation
+                super().dump(data, stream)
+                return
+            if key not in written:
+                text = StringIO()
+                super().dump(data, text)
+                written[key] = text.getvalue()
+            stream.write(written[key])
+
+    return Remembering
 
 
 @pytest.fixture(autouse=True, scope="session")
