@@ -15,7 +15,7 @@ from tests.ui.site import Site, new_site
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     """The page of an empty folder, which is also the current one, as after ``lora-rocm ui``.
 
-    All requests of a test have one event loop; otherwise each request starts a thread with a loop of its own.
+    All requests of a test share one event loop; otherwise each request starts a thread with its own.
     """
     folder = tmp_path / "my models"
     folder.mkdir()
