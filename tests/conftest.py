@@ -108,6 +108,16 @@ def templates_compiled_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def versions_read_once() -> Iterator[None]:
+    """Installed packages stay as they are. Each run writes some versions down, and reads them from long texts."""
+    from lora_rocm.foundation import packages
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packages, "version", lru_cache(maxsize=None)(packages.version))
+        yield
+
+
 @pytest.fixture(autouse=True, scope="module")
 def few_objects_to_collect() -> None:
     """The program collects garbage between its phases; with all that the suite has loaded each time takes a second."""
