@@ -114,17 +114,13 @@ class Place:
     call: ast.Call
     function: Function | None
 
-    def calls(self, name: str, module: int) -> bool:
-        """Whether it calls a function of a module. A private function is called in its own module only."""
-        return _called(self.call) == name and (self.module == module or not name.startswith("_"))
 
-
-def _places(tree: ast.AST, module: int, function: Function | None = None) -> Iterator[Place]:
+def _add_places(places: list[Place], tree: ast.AST, module: int, function: Function | None = None) -> None:
     for node in ast.iter_child_nodes(tree):
         inside = Function(node) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else function
         if isinstance(node, ast.Call):
-            yield Place(module, node, function)
-        yield from _places(node, module, inside)
+            places.append(Place(module, node, function))
+        _add_places(places, node, module, inside)
 
 
 def _called(call: ast.Call) -> str:
@@ -140,12 +136,19 @@ class Source:
         self.constants: dict[str, ast.expr] = {}
         for module, text in enumerate(texts):
             tree = ast.parse(text)
-            self.places += _places(tree, module)
+            _add_places(self.places, tree, module)
             for node in tree.body:
                 if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
                     for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                         if isinstance(target, ast.Name):
                             self.constants[target.id] = node.value
+        self.calls: dict[str, list[Place]] = {}
+        for place in self.places:
+            self.calls.setdefault(_called(place.call), []).append(place)
+
+    def calls_of(self, name: str, module: int) -> list[Place]:
+        """The calls of a function of a module. A private function is called in its own module only."""
+        return [place for place in self.calls.get(name, ()) if place.module == module or not name.startswith("_")]
 
     def codes(self) -> dict[str, Code]:
         """Every code that a call makes, also by a function that is given the code."""
@@ -167,15 +170,14 @@ class Source:
             if makers is None:
                 self._add(found, CLASSES[name], code, what, fix, place)
                 continue
-            for use in self.places:  # the calls of the function that makes the error
-                if use.calls(makers.node.name, place.module):
-                    given = [
-                        makers.argument(use.call, each.id)
-                        if isinstance(each, ast.Name) and each.id in makers.parameters
-                        else each
-                        for each in (code, what, fix)
-                    ]
-                    self._add(found, CLASSES[name], *given, use)
+            for use in self.calls_of(makers.node.name, place.module):  # of the function that makes the error
+                given = [
+                    makers.argument(use.call, each.id)
+                    if isinstance(each, ast.Name) and each.id in makers.parameters
+                    else each
+                    for each in (code, what, fix)
+                ]
+                self._add(found, CLASSES[name], *given, use)
         return found
 
     def _add(

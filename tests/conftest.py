@@ -5,10 +5,12 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import lru_cache
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 # Before any test module imports torch or a hub client: they read these once.
 # The user's OMP_NUM_THREADS is for the user's programs; scripts/other_cpus.py asks for threads under a name of our own.
@@ -21,6 +23,8 @@ os.environ.update(
 
 import pytest
 from hypothesis import settings
+
+NEXT_LINE_IN_REPR = r"\x85"
 
 gc.disable()  # until all modules are imported: their objects live to the end, and scanning them takes a third
 
@@ -56,6 +60,61 @@ def recipes_parsed_once() -> Iterator[None]:
     parse = lru_cache(maxsize=64)(load.parse_yaml)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load, "parse_yaml", lambda text: deepcopy(parse(text)))
+        patch.setattr(load, "YAML", _yaml_that_remembers())
+        yield
+
+
+def _yaml_that_remembers() -> type:
+    """A writer that writes equal values once: the runs of the tests have the same few recipes."""
+    from ruamel.yaml import YAML
+
+    written: dict[str, str] = {}
+
+    class Remembering(YAML):  # type: ignore[misc]
+        def dump(self, data: Any, stream: Any) -> None:
+            key = f"{self.width} {data!r}"
+            if NEXT_LINE_IN_REPR in key:  # quoted by its type, which is not in its representation
+                super().dump(data, stream)
+                return
+            if key not in written:
+                text = StringIO()
+                super().dump(data, text)
+                written[key] = text.getvalue()
+            stream.write(written[key])
+
+    return Remembering
+
+
+@pytest.fixture(autouse=True, scope="session")
+def templates_compiled_once() -> Iterator[None]:
+    """A template's text gives the same code each time. Pages and tokenizers of tests have the same few templates."""
+    from jinja2 import Environment
+
+    compiled: dict[tuple[Any, ...], Any] = {}
+    plain: Callable[..., Any] = Environment.compile
+
+    def once(self: Environment, source: Any, *args: Any, **options: Any) -> Any:
+        if not isinstance(source, str):
+            return plain(self, source, *args, **options)
+        settings = [getattr(self, name) for name in ("trim_blocks", "lstrip_blocks", "autoescape", "optimized")]
+        finalize = getattr(self.finalize, "__code__", self.finalize)
+        key = (type(self), *settings, finalize, *self.extensions, source, args, *sorted(options.items()))
+        if key not in compiled:
+            compiled[key] = plain(self, source, *args, **options)
+        return compiled[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Environment, "compile", once)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def versions_read_once() -> Iterator[None]:
+    """Installed packages stay as they are. Each run writes some versions down, and reads them from long texts."""
+    from lora_rocm.foundation import packages
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packages, "version", lru_cache(maxsize=None)(packages.version))
         yield
 
 

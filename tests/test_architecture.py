@@ -280,15 +280,15 @@ def standard_library_faults(module: Module) -> Iterator[str]:
 
 
 def size_faults(module: Module) -> Iterator[str]:
-    lines = module.source.count("\n")
-    if lines > MAX_FILE_LINES:
-        yield f"{module.name} has {lines} lines"
+    lines = module.source.splitlines()
+    if len(lines) > MAX_FILE_LINES:
+        yield f"{module.name} has {len(lines)} lines"
     for node in module.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAX_FUNCTION_LINES:
                 yield f"{module.name}:{node.lineno} {node.name} has {length} lines"
-            inside = module.source.splitlines()[node.lineno - 1 : node.end_lineno]
+            inside = lines[node.lineno - 1 : node.end_lineno]
             if length > MAX_UNLABELLED_LINES and sum(line.lstrip().startswith("# ") for line in inside) < 2:
                 yield f"{module.name}:{node.lineno} {node.name} has {length} lines, and no comments label its steps"
 
@@ -404,22 +404,25 @@ def _words_of(node: ast.AST) -> Iterator[str]:
 
 def product_faults(module: Module) -> Iterator[str]:
     """Names that only ``device.hipblaslt`` may have, and questions that attention has to answer by being called."""
-    if module.name == f"{PACKAGE}.device.hipblaslt":
+    words_of_blas, words_of_attention = "|".join(OF_BLAS), "can_use_(flash|efficient|cudnn)_attention|SDPAParams"
+    may_have = re.search(f"{words_of_blas}|{words_of_attention}", module.source)  # no regular expression for each node
+    if module.name == f"{PACKAGE}.device.hipblaslt" or not may_have:
         return
     for node in module.nodes:
         for word in _words_of(node):
-            if re.search(rf"(?<![a-z])({'|'.join(OF_BLAS)})(?![a-z_])", word):
+            if re.search(rf"(?<![a-z])({words_of_blas})(?![a-z_])", word):
                 yield f"{module.name}:{getattr(node, 'lineno', 0)} {word}: it goes to hipBLASLt, or decides about it"
-            if re.match(r"can_use_(flash|efficient|cudnn)_attention|SDPAParams", word):
+            if re.match(words_of_attention, word):
                 yield f"{module.name}:{getattr(node, 'lineno', 0)} {word}: it says yes where a call fails"
 
 
 def memory_faults(module: Module) -> Iterator[str]:
     """A question for free memory, or a limit of the allocator, outside the one module that has all sources for it."""
-    for node in module.nodes:
+    asked = {words: homes for words, homes in MEMORY_HOMES.items() if re.search(words.removesuffix("$"), module.source)}
+    for node in module.nodes if asked else ():
         named = node.attr if isinstance(node, ast.Attribute) else node.value if isinstance(node, ast.Constant) else ""
         named = node.id if isinstance(node, ast.Name) else named
-        for words, homes in MEMORY_HOMES.items():
+        for words, homes in asked.items():
             if isinstance(named, str) and re.search(words, named) and " " not in named and module.name not in homes:
                 yield f"{module.name}:{getattr(node, 'lineno', 0)} asks by {named}; {homes[0]} is there for it"
 

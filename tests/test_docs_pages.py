@@ -16,13 +16,13 @@ from lora_rocm.recipe.kinds import every_kind
 from lora_rocm.recipe.reference import json_schema
 from scripts import docs_errors
 from scripts.docs_commands import commands
-from scripts.docs_pages import DOCS, pages
+from scripts.docs_pages import DOCS, writers
 
 LONG_PAGES = ("reference/", "lab/")
 """Folders with pages of any length and with sentences from the program or a journal."""
 CODE_BLOCK = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
 MAX_WORDS, MAX_SENTENCE_WORDS = 2000, 30
-GENERATED = tuple(name for name in pages())
+GENERATED = writers()
 PROSE = sorted(
     path.relative_to(DOCS).as_posix()
     for path in DOCS.rglob("*.md")
@@ -30,14 +30,9 @@ PROSE = sorted(
 )
 
 
-@pytest.fixture(scope="module")
-def generated() -> dict[str, str]:
-    return dict(pages())
-
-
 @pytest.mark.parametrize("name", GENERATED)
-def test_generated_pages_are_current(name: str, generated: dict[str, str]) -> None:
-    assert (DOCS / name).read_text(encoding="utf-8") == generated[name], "run python -m scripts.docs_pages"
+def test_generated_pages_are_current(name: str) -> None:
+    assert (DOCS / name).read_text(encoding="utf-8") == GENERATED[name](), "run python -m scripts.docs_pages"
 
 
 def text_of(name: str) -> str:
@@ -281,7 +276,7 @@ def test_the_tables_of_explanations_name_real_codes() -> None:
 
 
 def test_the_schema_has_the_sections_of_the_pages() -> None:
-    assert {f"reference/recipe/{name}.md" for name in json_schema()["properties"] if name != "base"} <= set(GENERATED)
+    assert {f"reference/recipe/{name}.md" for name in json_schema()["properties"] if name != "base"} <= GENERATED.keys()
 
 
 QUESTIONS = {

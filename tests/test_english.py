@@ -27,6 +27,7 @@ from tests.english import (
     rules,
     texts_of,
 )
+from tests.source_nodes import every_node
 from tests.test_architecture import PACKAGE, Module, package_modules
 
 MAX_ALLOWED = 40
@@ -134,7 +135,7 @@ def names_of(module: Module) -> frozenset[tuple[str, str]]:
 
 def _names_of(module: Module) -> Iterator[tuple[str, str]]:
     yield "file", module.name.rpartition(".")[2]
-    for node in ast.walk(module.tree):
+    for node in every_node(module.tree):
         if isinstance(node, ast.ClassDef):
             yield "class", node.name
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -10,6 +10,7 @@ import pytest
 
 import lora_rocm
 from lora_rocm import errors
+from tests.source_nodes import every_node
 
 ROOT = Path(lora_rocm.__file__).parent
 NOT_WRONG = {"StoppedError"}
@@ -30,7 +31,7 @@ NEEDS_FIX = {
 
 def without_fix(source: str) -> Iterator[int]:
     """Lines that make an error without a remedy, or with an empty one."""
-    for node in ast.walk(ast.parse(source)):
+    for node in every_node(ast.parse(source)) if any(name in source for name in NEEDS_FIX) else ():
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in NEEDS_FIX:
             given = [keyword.value for keyword in node.keywords if keyword.arg in ("fix", None)]
             if not given or (isinstance(given[0], ast.Constant) and not given[0].value):
@@ -63,7 +64,7 @@ def test_an_error_without_a_remedy_is_found(source: str, count: int) -> None:
 
 def resuming_unasked(source: str) -> Iterator[int]:
     """Lines with advice that names --resume latest and does not come from ``errors.resume_advice``."""
-    for node in ast.walk(ast.parse(source)):
+    for node in every_node(ast.parse(source)) if "--resume" in source else ():
         if isinstance(node, ast.keyword) and node.arg == "fix":
             texts = [each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)]
             if any(isinstance(text, str) and "--resume" in text for text in texts):

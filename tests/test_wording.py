@@ -18,6 +18,7 @@ import pytest
 
 from lora_rocm.errors import Problem
 from tests import wording
+from tests.source_nodes import every_node
 from tests.wording import FILE, mentions, phrase, says, says_if, worded
 
 TESTS = Path(__file__).parent
@@ -51,9 +52,10 @@ def runs_of_the_program() -> frozenset[tuple[str, ...]]:
     """All runs of two and three words in strings of the program."""
     runs: set[tuple[str, ...]] = set()
     for path in PROGRAM.rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
+        documentation: set[int] = set()
+        for node in every_node(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Expr):
+                documentation.add(id(node.value))
             text = constant(node) if id(node) not in documentation else None
             words = words_of(text.replace("{}", " ")) if text and " " in text else []
             for length in (2, 3):
@@ -150,7 +152,7 @@ def read(source: str) -> Read:
         for alias in node.names
     }
     only_denied: set[int] = set()
-    for node in ast.walk(tree):
+    for node in every_node(tree):
         if isinstance(node, ast.Assert):
             found.frozen += [row for row in expectations(node.test) if prose_of_product(row[1])]
         elif isinstance(node, ast.keyword) and node.arg == "match" and (text := constant(node.value)) is not None:

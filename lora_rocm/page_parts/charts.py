@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -122,6 +123,8 @@ def _element(name: str, attributes: Mapping[str, object], content: Iterable[str]
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
     """At least one, and about ``wanted``, round numbers from ``low`` to ``high`` (low < high)."""
     raw = (high - low) / wanted
+    if raw < sys.float_info.min:  # a span of numbers near the smallest one, which has no logarithm or an inexact one
+        return [low]
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)

@@ -111,7 +111,7 @@ def test_a_worker_imports_what_its_run_uses(family: str, home: Path) -> None:
 
 def test_a_postponed_import_gives_the_same_objects(home: Path) -> None:
     plain, late = (started("sdxl", how, home) for how in ("plain", "postponed"))
-    again = started("flux", "postponed", home)
+    again = started("causal_lm", "postponed", home)
     assert plain["same"] == late["same"] == again["same"] and not late["missing"]
     assert plain["table"] == late["table"] == again["table"], "read, read and kept, and from the file"
     assert list(home.glob(f"{model_table.PREFIX}*.json"))

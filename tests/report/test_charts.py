@@ -6,7 +6,7 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from lora_rocm.page_parts.charts import HEIGHT_PX, LIVE_POINTS, WIDTH_PX, Chart, Series, reduced, ticks
@@ -15,6 +15,7 @@ ANY = st.floats(allow_nan=True, allow_infinity=True, width=32)
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e6), ANY), max_size=30))
+@example([(0.0, 0.0), (5e-324, 0.0)])
 def test_any_values_give_a_plot_inside_its_frame(points: list[tuple[float, float]]) -> None:
     chart = Chart("a & <b>", "step", [Series("a & <b>", points, "dots")])
     svg = chart.still

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import asdict
+from functools import cache
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +28,20 @@ output: {author: größe}
 """
 TITLE = 'name: "größe <script>alert(1)</script>"'
 """A title that no file can have; a run of an earlier version may."""
+RECIPES: dict[tuple[str, tuple[str, ...]], str] = {}
+"""The recipes that runs were given, by the current folder and the overrides."""
 
 
 def save_recipe(run_dir: RunDir, *overrides: str) -> None:
-    from lora_rocm.recipe.load import dump_recipe, load_recipe  # half of a fake worker's start time
+    key = os.getcwd(), overrides  # relative paths start there
+    if key not in RECIPES:
+        from lora_rocm.recipe.load import dump_recipe, load_recipe  # half of a fake worker's start time
 
-    path = run_dir.path / "source.yaml"
-    path.write_text(RECIPE.replace("author: größe", TITLE), encoding="utf-8")
-    run_dir.recipe.write_text(dump_recipe(load_recipe(path, overrides).recipe), encoding="utf-8")
-    path.unlink()
+        path = run_dir.path / "source.yaml"
+        path.write_text(RECIPE.replace("author: größe", TITLE), encoding="utf-8")
+        RECIPES[key] = dump_recipe(load_recipe(path, overrides).recipe)
+        path.unlink()
+    run_dir.recipe.write_text(RECIPES[key], encoding="utf-8")
 
 
 def event(event_type: str, **fields: Any) -> Event:
@@ -118,10 +126,18 @@ def write_checkpoint(run_dir: RunDir, updates: int, num_bytes: int = 1000, **fac
     return folder
 
 
-def write_whole_run(run_dir: RunDir) -> None:
-    """Everything that a run can leave: previews, incidents, exports, result."""
+@cache
+def png_of(size: tuple[int, int], colour: tuple[int, int, int]) -> bytes:
+    """An image file of one colour; each is compressed once."""
     from PIL import Image
 
+    content = BytesIO()
+    Image.new("RGB", size, colour).save(content, "png")
+    return content.getvalue()
+
+
+def write_whole_run(run_dir: RunDir) -> None:
+    """Everything that a run can leave: previews, incidents, exports, result."""
     run_dir.create()
     save_recipe(run_dir)
     writer = EventWriter(run_dir.events(), session=1)
@@ -153,8 +169,8 @@ def write_whole_run(run_dir: RunDir) -> None:
         for number in range(3):
             path = run_dir.samples_at(updates) / f"{number:02d}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
-            Image.new("RGB", (128, 128), (updates * 5, number * 80, 120)).save(path)
-    Image.new("RGB", (640, 900), "teal").save(run_dir.before_after)
+            path.write_bytes(png_of((128, 128), (updates * 5, number * 80, 120)))
+    run_dir.before_after.write_bytes(png_of((640, 900), (0, 128, 128)))
     write_checkpoint(run_dir, 40)
     (run_dir.path / lora).write_bytes(safetensors_bytes(2000))
     run_dir.lora.write_bytes(safetensors_bytes(3000))
