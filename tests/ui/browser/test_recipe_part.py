@@ -18,7 +18,7 @@ from tests.ui.test_recipe_plan import rows
 
 @pytest.fixture
 def recipe(tab: Tab, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A recipe whose memory is not counted: a child that counts would take the processors from the next tests."""
+    """A recipe without a count of its memory: a child that counts would take the processors from the next tests."""
     monkeypatch.setattr(plan_cards, "plan_cards", rows)
     path = tab.folder / f"{request.node.name}.yaml"
     path.write_text(RECIPE, encoding="utf-8")
