@@ -41,7 +41,7 @@ class Tab:
     def expect(self, fault: str | int) -> None:
         """Expect errors with this status or text.
 
-        The browser reports an error at a time of its own, often after the page shows it. So a test names the errors
+        The browser often reports an error after the page shows it. So a test names the errors
         that it expects, and no report is removed.
         """
         self.expected.append(f"status of {fault} " if isinstance(fault, int) else fault)
