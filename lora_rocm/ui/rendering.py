@@ -67,7 +67,7 @@ def is_fragment(request: Request) -> bool:
 
 
 def _sender(request: Request) -> str:
-    """Return path and query of the page with the form; the start page if the browser does not name it."""
+    """Return path and query of the page that sent a request; the start page if the browser does not name it."""
     sender = urlsplit(request.headers.get("referer", ""))
     if sender.netloc != request.headers.get("host", "") or not sender.path.startswith("/"):
         return "/"
