@@ -52,7 +52,7 @@ def page(request: Request, template: str, http_status: int = 200, **values: obje
 def fragment(request: Request, template: str, block: str, http_status: int = 200, **values: object) -> Response:
     """Return one block of a template, to replace a piece of a page.
 
-    A form that the browser itself sends, because scripts are off or not loaded yet, gets its page again instead.
+    If the browser itself sends the fields, because scripts are off or not loaded yet, the answer is their page.
     """
     if request.method == "POST" and "x-csrf" not in request.headers and not is_fragment(request):
         return RedirectResponse(_sender(request), 303)
