@@ -7,10 +7,11 @@ recognises. The key that gets it makes it a secret.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 from lora_rocm.errors import UserError
 from lora_rocm.importing.setting import HIDDEN, FileContent, Setting, UnreadText, Value, names_secret
@@ -41,7 +42,8 @@ class KnownSecrets:
             UserError: there are too many, so this is not a configuration.
         """
         named = (each.value for each in content.settings if names_secret(each.key))
-        found = {text.strip() for value in (*named, *content.secrets) for text in _texts(value)}
+        values = (*named, *_values_of_pairs(content.settings), *content.secrets)
+        found = {text.strip() for value in values for text in _texts(value)}
         texts = frozenset(text for text in found if not ORDINARY.fullmatch(text))
         if len(texts) > MAX_SECRETS:
             what = f"The file has more than {MAX_SECRETS} tokens and passwords, so it is not a configuration."
@@ -90,6 +92,14 @@ class KnownSecrets:
         except UserError as error:
             what, where, fix = map(self.hidden, (error.what, error.where, error.fix))
             raise UserError(error.code, what, where=where, fix=fix) from None
+
+
+def _values_of_pairs(settings: Sequence[Setting]) -> Iterator[Value]:
+    """Yield the secrets of pairs such as ``{name: HF_TOKEN, value: ...}``, which are settings one after another."""
+    for first, second in pairwise(settings):
+        ends = first.key.rpartition(".")[2], second.key.rpartition(".")[2]
+        if ends in (("name", "value"), ("key", "value")) and isinstance(first.value, str) and names_secret(first.value):
+            yield second.value
 
 
 def _texts(value: Value) -> Iterator[str]:

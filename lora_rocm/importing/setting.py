@@ -15,7 +15,9 @@ Value = str | int | float | bool | None | list["Value"] | Mapping[str, "Value"]
 
 SECRET = re.compile(
     r"(?:^|[._-])(?:\w*token|\w*api[_-]?key|\w*password|\w*secret\w*|\w*credentials?|pwd|\w*_pwd|\w*access_key(?:_id)?"
-    r"|\w*webhook_url|\w*passwd|\w*passphrase|\w*authorization|\w*private_key|\w*cookies?)$",
+    r"|\w*webhook(?:_url)?|\w*passwd|\w*passphrase|\w*authorization|\w*private_key|\w*cookies?|\w*_pass|\w*_pat"
+    r"|(?:wandb|openai|hf|huggingface|comet|swanlab)_key|pw|bearer|token_hf|[\w ]* token|\w*api_keys|\w*passwords"
+    r"|(?:hf|hub|huggingface|auth|access|api)_tokens?(?:_?\d+)?)$",
     re.IGNORECASE,
 )
 """Matches names of keys with values that are never shown or written."""
@@ -41,7 +43,7 @@ HEX_KEY = re.compile(r"\b[0-9a-f]{40}\b")
 OF_A_COMMIT = re.compile(r"revision|commit|sha|hash|ref|version", re.IGNORECASE)
 NOT_A_SECRET = re.compile(
     r"(?:max|new|keep|num|pad|eos|bos|unk|cls|sep|mask|image|video|audio|special|add|class|trigger|placeholder|initializer"
-    r"|instance)_?\w*tokens?$|tokens?_\w+$",
+    r"|instance|start|stop|begin|end|tool|think)_?\w*tokens?$|tokens?_(?!hf$)\w+$",
     re.IGNORECASE,
 )
 """Matches names of keys for tokens of a tokenizer."""
@@ -52,9 +54,18 @@ MAX_READ_LETTERS = 1 << 14
 """Letters of a value of which the shown ones are a part: white space counts once."""
 
 
+SECRET_SECTION = re.compile(r"^(?:\w*_)?(?:secrets?|credentials?|passwords?)$", re.IGNORECASE)
+"""Matches names of sections in which every value is a secret."""
+
+
 def names_secret(key: str) -> bool:
-    """Whether a key of this name has a secret value."""
-    return SECRET.search(key) is not None and NOT_A_SECRET.search(key) is None
+    """Whether a key of this name, or in a section of this name, has a secret value."""
+    *sections, name = (part.partition("[")[0] for part in key.split("."))
+    if SECRET.search(name) is not None and NOT_A_SECRET.search(name) is None:
+        return True
+    return any(
+        SECRET_SECTION.search(each) or (SECRET.search(each) and not NOT_A_SECRET.search(each)) for each in sections
+    )
 
 
 def is_secret_text(text: str, key: str = "") -> bool:
@@ -90,7 +101,9 @@ class Setting:
 
     @cached_property
     def is_secret(self) -> bool:
-        return self.has_known_secret or names_secret(self.key) or is_secret_text(str(self.value), self.key)
+        if self.has_known_secret or is_secret_text(str(self.value), self.key):
+            return True
+        return names_secret(self.key) and self.value is not None and not isinstance(self.value, bool)
 
     @property
     def where(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,9 @@ def on_http_error(request: Request, error: Exception) -> Response:
 
 def on_bug(request: Request, error: Exception) -> Response:
     """Anything else is a bug. The user sees which, and the server goes on."""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # a name that a request gave
+        fix = "Give a name of at most 255 bytes."
+        return problem(request, UserError("name-too-long", "No file can have so long a name.", fix=fix))
     what = f"The page failed in an unexpected way: {type(error).__name__}: {error}"
     context_of(request).report(f"{request.method} {request.url.path}: {what}")
     fix = "Please report this as a bug, with these lines. The runs are not affected."

@@ -68,7 +68,10 @@ def is_fragment(request: Request) -> bool:
 
 def _sender(request: Request) -> str:
     """Return path and query of the page that sent a request; the start page if the browser does not name it."""
-    sender = urlsplit(request.headers.get("referer", ""))
+    try:
+        sender = urlsplit(request.headers.get("referer", ""))
+    except ValueError:
+        return "/"
     if sender.netloc != request.headers.get("host", "") or not sender.path.startswith("/"):
         return "/"
     return "/" + sender.path.lstrip("/") + (f"?{sender.query}" if sender.query else "")

@@ -135,7 +135,7 @@ class RequestGuard:
             raise Refusal(403, "A page from elsewhere made this request, so it is refused.")
         origin = headers.get("origin")
         if origin is not None and scope["method"] not in SAFE_METHODS:
-            name, port = _host_and_port(urlsplit(origin).netloc)
+            name, port = _host_and_port(origin.partition("://")[2])
             own, own_port = _host_and_port(headers["host"])
             if (name, port or 80) != (own, own_port):
                 raise Refusal(403, "A page from elsewhere made this request, so it is refused.")

@@ -13,8 +13,9 @@ import pytest
 from lora_rocm.commands.import_config import import_config, outcomes_text
 from lora_rocm.errors import UserError
 from lora_rocm.importing.known_secrets import KnownSecrets
-from lora_rocm.importing.setting import FileContent, Setting
+from lora_rocm.importing.setting import FileContent, Setting, Value
 from lora_rocm.recipe.load import load_text
+from tests.command_line import command_line
 
 SECRET_KEYS = ("wandb_api_key", "huggingface_token", "hub_token", "some_password", "aws_secret")
 HEADS = {
@@ -162,3 +163,31 @@ def test_a_variable_in_the_environment_file_of_simpletuner(tmp_path: Path) -> No
     )
     found = printed(tmp_path / "config.env", text)
     assert "q5abc" not in found and "seven" in found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"secrets": {"cloud": {"id": "ZULU", "jupyter": "ZULU"}, "kaggle": ["ZULU"]}}',
+        '{"hub_token": {"value": "ZULU"}}',
+        '{"hub": {"token": {"a": {"b": "ZULU"}}}}',
+        '{"secrets": {"list": [{"name": "hf", "value": "ZULU"}]}}',
+        '{"env": [{"name": "HF_TOKEN", "value": "ZULU"}]}',
+        '{"hf_tokens": ["ZULU"], "HF_TOKEN_2": "ZULU", "wandb_key": "ZULU", "smtp_pass": "ZULU"}',
+        '{"discord_webhook": "ZULU", "huggingface token": "ZULU", "api_keys": ["ZULU"], "pw": "ZULU"}',
+    ],
+)
+def test_sections_and_pairs_of_secrets_are_hidden(text: str, tmp_path: Path) -> None:
+    content = {"base_model": "b", "network_dim": 16, "resume_from_checkpoint": "x"} | json.loads(text)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"network_module": "networks.lora", "pretrained_model_name_or_path": "b"} | content))
+    shown = command_line("import", str(path)), command_line("import", str(path), "--json")
+    assert all("ZULU" not in each.stdout + each.stderr for each in shown) and "16" in shown[0].stdout
+
+
+@pytest.mark.parametrize(
+    "key", ["stop_token", "tool_token", "special_tokens", "tokens", "use_auth_token", "num_tokens"]
+)
+def test_names_of_tokens_of_a_text_are_no_secrets(key: str) -> None:
+    value: Value = key == "use_auth_token" or "shown"
+    assert not Setting(key, value, "config.json", 1).is_secret

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,10 @@ TESTS: Mapping[str, MachineTest] = {
 """Name -> the test."""
 
 
+_beginning = threading.Lock()
+"""Two tests at once would slow each other down, and measure that."""
+
+
 def state(request: Request) -> Response:
     """The tests: their buttons, progress and results. ``of``: "recipe" for those that measure a recipe."""
     return _state(request, of_recipe=request.query_params.get("of") == "recipe")
@@ -105,7 +110,11 @@ def _begin(request: Request, name: str, recipe: str) -> Response:
             return test.run(work, "")
         return f"{ui.folders.name_of(path)}:\n{test.run(work, str(path))}"
 
-    ui.background.start(_key(name), run)
+    with _beginning:
+        if any((work := ui.background.of(_key(each))) is not None and work.status == "running" for each in TESTS):
+            fix = "Wait until it ends, or cancel it."
+            raise UserError("work-runs-already", "Another test of the GPU is running.", where=name, fix=fix)
+        ui.background.start(_key(name), run)
     return _state(request, of_recipe=test.needs_recipe)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 from starlette.requests import Request
@@ -10,6 +11,7 @@ from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from lora_rocm.errors import UserError
+from lora_rocm.foundation.files import refuse_link
 from lora_rocm.page_parts.charts import reduced
 from lora_rocm.report.figures import smoothed
 from lora_rocm.report.stories import stories_of
@@ -187,28 +189,30 @@ async def rename(request: Request) -> Response:
 
     from lora_rocm.supervisor.manage_runs import rename_run
 
-    return _moved(request, await run_in_threadpool(rename_run, _run(request).path, await text_of(request, "name")))
+    return _moved(
+        request, await run_in_threadpool(rename_run, _run_itself(request).path, await text_of(request, "name"))
+    )
 
 
 def archive(request: Request) -> Response:
     """Move the run into the archive."""
     from lora_rocm.supervisor.manage_runs import archive_run
 
-    return _moved(request, archive_run(_run(request).path))
+    return _moved(request, archive_run(_run_itself(request).path))
 
 
 def restore(request: Request) -> Response:
     """Move the run out of the archive."""
     from lora_rocm.supervisor.manage_runs import restore_run
 
-    return _moved(request, restore_run(_run(request).path))
+    return _moved(request, restore_run(_run_itself(request).path))
 
 
 def delete(request: Request) -> Response:
     """Delete the run with all its files."""
     from lora_rocm.supervisor.manage_runs import delete_run
 
-    delete_run(_run(request).path)
+    delete_run(_run_itself(request).path)
     return RedirectResponse("/runs", 303)
 
 
@@ -219,6 +223,18 @@ def _moved(request: Request, change: RunChange) -> Response:
 
 def _run(request: Request) -> RunDir:
     return context_of(request).folders.run(query_of(request, "dir"))
+
+
+def _run_itself(request: Request) -> RunDir:
+    """Return the run, to move or delete it.
+
+    Raises:
+        StorageError: link-refused: the request names a link to the run.
+    """
+    folders, text = context_of(request).folders, query_of(request, "dir")
+    found = folders.run(text)
+    refuse_link(Path(os.path.abspath(folders.working / text)))
+    return found
 
 
 def _file(request: Request) -> Path:
