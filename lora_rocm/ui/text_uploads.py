@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from lora_rocm.dataset.sources.folders import TABLE_SUFFIXES
 from lora_rocm.commands.output import Failure
 from lora_rocm.dataset.rows.records import Completion, Conversation, Pair, Record, read
+from lora_rocm.dataset.sources.folders import TABLE_SUFFIXES
 from lora_rocm.errors import DataError, Problem, UserError
 from lora_rocm.foundation.json_text import BadJson, NoJson, parse_json
 from lora_rocm.foundation.units import size_text

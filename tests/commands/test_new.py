@@ -387,4 +387,4 @@ def test_the_command_prints_each_value_with_its_reason() -> None:
         assert (
             f"line {value['line']}: {value['key']}: {value['value']}" in ended.stdout and value["why"] in ended.stdout
         )
-    assert found["next"] == "lora-rocm check b.yaml" and "lora-rocm check my.yaml" in ended.stdout
+    assert found["next"] == "lora-rocm check b/my.yaml" and "lora-rocm check my.yaml" in ended.stdout

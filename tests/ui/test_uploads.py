@@ -111,6 +111,18 @@ def test_texts_are_saved_and_lead_to_a_recipe(site: Site) -> None:
     assert "/images/texts?recipe=my.yaml" in page
 
 
+def test_texts_are_read_when_they_arrive_as_training_reads_them(site: Site) -> None:
+    text = bring(site, ("a.jsonl", ROWS + b'{"odd": 1}\n'))
+    assert "2 texts" in text and "a.jsonl:3" in text and code_of(text) == ""  # the odd row is named
+    wrong = bring(site, ("b.jsonl", b'{"question": "a", "answer": "b"}\n'))
+    assert code_of(wrong) == "no-usable-texts" and (site.folder / "b.jsonl").is_file()
+    turns = b'[{"role": "user", "content": "who?"}, {"role": "assistant", "content": "%s"}]'
+    pair = b'{"chosen": ' + turns % b"me" + b', "rejected": ' + turns % b"you" + b"}\n"
+    shown = bring(site, ("c.jsonl", pair))
+    assert code_of(shown) == "" and all(f"<b>{role}</b>" in shown for role in ("user", "chosen", "rejected"))
+    assert ".parquet" in bring(site, ("d.xlsx", ROWS))  # the accepted extensions
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
