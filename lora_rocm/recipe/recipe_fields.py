@@ -64,8 +64,8 @@ OF_TEXTS: Mapping[str, str] = {
     "data.include": "If given, use only texts that match one of these patterns, written as for exclude.",
     "data.path": "A folder of texts (for a table, or for several, use sources).",
     "data.validation_split": "Share of the texts held out for the validation loss.",
-    "sample.prompts": "Prompts that the model answers in the previews; empty means no previews. A text with -- in it is "
-    "written as {prompt: ...}.",
+    "sample.prompts": "Prompts that the model answers in the previews; empty means no previews. Write {prompt: ...} for "
+    "a text with -- in it.",
     "sample.seed": "Seed of the first answer; it increases by one per answer.",
     "sample.steps": "Greatest number of tokens of each answer.",
     "timeouts.cache": "Caching one text.",

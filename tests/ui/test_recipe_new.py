@@ -42,6 +42,14 @@ def test_the_images_of_the_page_before_are_filled_in_and_folders_are_suggested(s
     assert '<option value="my cats ü">' in site.get("/images/names")
 
 
+def test_only_what_suits_the_kind_of_samples_is_offered(site: Site) -> None:
+    of_texts, of_images = site.get("/recipe/new", texts="chats.jsonl"), site.get("/recipe/new", images="cats")
+    assert 'value="chats.jsonl"' in of_texts and 'value="llm-chat"' in of_texts and "trigger word" not in of_texts
+    assert 'name="images"' not in of_texts and 'value="sdxl"' not in of_texts and "image-folders" not in of_texts
+    assert 'name="texts"' not in of_images and 'value="llm-chat"' not in of_images and "trigger word" in of_images
+    assert 'name="texts"' in site.get("/recipe/new", kind="texts")  # the links between both
+
+
 def test_a_preset_is_copied(site: Site) -> None:
     answer = begin(site, name="mine", source="sdxl")
     assert answer.status_code == 303

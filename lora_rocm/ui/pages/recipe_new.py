@@ -38,9 +38,21 @@ def choices(request: Request) -> Response:
     from lora_rocm.commands.new import recipes
     from lora_rocm.recipe.presets import presets
 
-    query = request.query_params
+    query, of_texts = request.query_params, _families_of_texts()
     images, texts = query.get("images", ""), query.get("texts", "")
-    return page(request, NEW, shipped=recipes().recipes, presets=presets(), images=images, texts=texts)
+    kind = "images" if images else "texts" if texts or query.get("kind") == "texts" else query.get("kind", "")
+    shipped = recipes().recipes
+    if kind in ("images", "texts"):
+        shipped = tuple(each for each in shipped if (each.family in of_texts) == (kind == "texts"))
+    family = of_texts[0] if kind == "texts" and len(of_texts) == 1 else ""
+    given = {"images": images, "texts": texts, "kind": kind, "family": family}
+    return page(request, NEW, shipped=shipped, presets=presets(), **given)
+
+
+def _families_of_texts() -> list[str]:
+    from lora_rocm.families.registry import FAMILIES
+
+    return [spec.name for spec in FAMILIES if spec.trains_on_texts]
 
 
 async def new(request: Request) -> Response:
