@@ -63,9 +63,10 @@ OF_TEXTS: Mapping[str, str] = {
     "data.loss_weight": "Factor by which the loss of each text is multiplied.",
     "data.include": "If given, use only texts that match one of these patterns, written as for exclude.",
     "data.path": "A folder of texts (for a table, or for several, use sources).",
+    "data.sources": "Tables and folders of texts, each with its own options.",
     "data.validation_split": "Share of the texts held out for the validation loss.",
-    "sample.prompts": "Prompts that the model answers in the previews; empty means no previews. Write {prompt: ...} for "
-    "a text with -- in it.",
+    "sample.prompts": "Prompts that the model answers in the previews; empty means no previews. "
+    "Write {prompt: ...} for a text with -- in it.",
     "sample.seed": "Seed of the first answer; it increases by one per answer.",
     "sample.steps": "Greatest number of tokens of each answer.",
     "timeouts.cache": "Caching one text.",

@@ -1,4 +1,4 @@
-"""Tables of texts that a browser sends into the page's folder, and a first look at them by training's own reader."""
+"""Tables of texts that a browser sends into the page's folder, examined by training's own reader."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MAX_SHOWN_LETTERS = 600
 
 
 @dataclass(frozen=True)
-class TableLook:
-    """A first look at a table of texts, by the function with which training reads it.
+class ArrivedTable:
+    """A table of texts, as the function reads it that training uses.
 
     Attributes:
         usable: number of rows that can be trained on.
@@ -42,16 +42,16 @@ class TableLook:
     failure: Failure | None
 
 
-def look_at(table: Path) -> TableLook:
+def examined_table(table: Path) -> ArrivedTable:
     """Read all rows of a table as training would, as texts or as pairs of answers."""
-    from lora_rocm.dataset.sources.text_scan import look_at_table
+    from lora_rocm.dataset.sources.text_scan import count_table
 
     try:
-        found, first = look_at_table(str(table))
+        found, first = count_table(str(table))
     except DataError as error:
-        return TableLook(0, 0, (), None, Failure.of(error))
+        return ArrivedTable(0, 0, (), None, Failure.of(error))
     problem = next(iter(found.aside.first), None)
-    return TableLook(found.of_source.total(), found.aside.count, parts_of(read(first)), problem, None)
+    return ArrivedTable(found.of_source.total(), found.aside.count, parts_of(read(first)), problem, None)
 
 
 def parts_of(record: Record) -> list[tuple[str, str]]:

@@ -174,7 +174,7 @@ def count_texts(recipe: Recipe) -> TextCount:
     return found
 
 
-def look_at_table(dataset: str) -> tuple[TextCount, str]:
+def count_table(dataset: str) -> tuple[TextCount, str]:
     """Count the texts of a table that no recipe names yet. Return them and the first usable text (``records.read``).
 
     If its first row is a pair of answers, pairs are counted, as in the recipe that ``lora-rocm new`` chooses.

@@ -45,8 +45,7 @@ def choices(request: Request) -> Response:
     if kind in ("images", "texts"):
         shipped = tuple(each for each in shipped if (each.family in of_texts) == (kind == "texts"))
     family = of_texts[0] if kind == "texts" and len(of_texts) == 1 else ""
-    given = {"images": images, "texts": texts, "kind": kind, "family": family}
-    return page(request, NEW, shipped=shipped, presets=presets(), **given)
+    return page(request, NEW, shipped=shipped, presets=presets(), images=images, texts=texts, kind=kind, family=family)
 
 
 def _families_of_texts() -> list[str]:
