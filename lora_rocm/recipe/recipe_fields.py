@@ -69,7 +69,7 @@ OF_TEXTS: Mapping[str, str] = {
     "Write {prompt: ...} for a text with -- in it.",
     "sample.seed": "Seed of the first answer; it increases by one per answer.",
     "sample.steps": "Greatest number of tokens of each answer.",
-    "timeouts.cache": "Caching one text.",
+    "timeouts.cache": "Caching one text or prompt.",
     "timeouts.preview": "One round of previews.",
 }
 """Meanings of keys for a family that trains on texts, where the general one speaks of images."""
