@@ -441,7 +441,7 @@ def fill_gpu(draft: RecipeDraft, card: str | None, buckets: Sequence[int], notif
     if card is None and situation_here(recipe).gpu is None:
         draft.of_machine.append(
             "There is no usable GPU here, so batch size and memory mode stay the recipe's. "
-            "Name the memory of a card, such as 12GB, to choose them for it."
+            "With --card 12GB they are chosen for a GPU of 12 GB."
         )
         return None
     notify("Counting the memory of a step")

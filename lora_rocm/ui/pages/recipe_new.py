@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from lora_rocm.errors import UserError
+from lora_rocm.errors import LoraRocmError, UserError
 from lora_rocm.foundation.names import usable_stem
 from lora_rocm.page_parts.texts import t
 from lora_rocm.ui.background import Work
@@ -85,11 +86,29 @@ def _new(request: Request, posted: FormData) -> Response:
             work.report(text)
             work.require_wanted()
 
-        return command.new(wanted, notify=notify)
+        try:
+            made = command.new(wanted, notify=notify)
+            return dataclasses.replace(made, notices=tuple(map(_in_words, made.notices)))
+        except LoraRocmError as error:
+            error.where, error.fix = _in_words(error.where), _in_words(error.fix)
+            raise
 
     key = f"recipe-new-{hashlib.sha256(str(path).encode('utf-8', 'replace')).hexdigest()[:12]}"
     ui.background.start(key, work)
     return _led_to(request, url("/recipe/new/made", work=key))
+
+
+def _in_words(text: str) -> str:
+    """Return a text of the command with the names of the page's fields in place of options, which nobody typed here."""
+    fields = {
+        "from": t("recipe_new.source"),
+        "images": t("recipe_new.images"),
+        "texts": t("recipe_new.texts"),
+        "model": t("recipe_new.model"),
+        "card": t("recipe_new.card"),
+        "preset": t("recipe_new.preset"),
+    }
+    return re.sub(rf"--({'|'.join(fields)})\b", lambda option: f'"{fields[option[1]]}"', text)
 
 
 def made(request: Request) -> Response:
