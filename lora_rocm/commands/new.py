@@ -76,7 +76,7 @@ class NewRequest:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is filled in, except for a preset."""
+        """Whether nothing is filled in, except for the name and a preset."""
         return (self.images, self.texts, self.model, self.card) == (None, None, None, None)
 
 
@@ -171,18 +171,20 @@ def new(request: NewRequest, *, registry: FamilyRegistry = FAMILIES, notify: Not
         raise _unnamed(registry)
     path = request.path or default_path(chosen)
     require_new(path)
-    if request.preset is not None:
-        return _with_preset(request.preset, path, chosen, registry)
+    if request.preset is not None or request.path is not None:
+        return _with_preset(request, path, chosen, registry)
     write_new(path, chosen.path.read_bytes())
     return NewResult(path, chosen.name, (), _open_lines(RecipeText(chosen.text)), (), check_command(path))
 
 
-def _with_preset(preset: str, path: Path, chosen: ShippedRecipe, registry: FamilyRegistry) -> NewResult:
-    """Copy a recipe with the values of a preset."""
+def _with_preset(request: NewRequest, path: Path, chosen: ShippedRecipe, registry: FamilyRegistry) -> NewResult:
+    """Copy a recipe with its name and the values of a preset, as far as they are given."""
     from lora_rocm.commands import recipe_filling
 
     draft = recipe_filling.RecipeDraft(RecipeText(chosen.text), registry)
-    recipe_filling.fill_preset(draft, preset)
+    recipe_filling.fill_name(draft, request.path)
+    if request.preset is not None:
+        recipe_filling.fill_preset(draft, request.preset)
     return _written(path, chosen, draft, None)
 
 
@@ -205,6 +207,7 @@ def _filled(request: NewRequest, chosen: ShippedRecipe | None, registry: FamilyR
     require_new(path)
     # Fill in model, data and GPU
     draft = recipe_filling.RecipeDraft(RecipeText(chosen.text), registry)
+    recipe_filling.fill_name(draft, request.path)
     if seen is not None:
         recipe_filling.fill_model(draft, seen, family)
     if request.preset is not None:

@@ -21,6 +21,7 @@ from lora_rocm.recipe.presets import preset_changes, preset_named
 from lora_rocm.recipe.recipe_text import RecipeText, Value, written
 from lora_rocm.recipe.schema import DataSection, Recipe
 from lora_rocm.recipe.source_sections import CaptionFallback
+from lora_rocm.rundir.run_name import output_name_fault
 
 if TYPE_CHECKING:
     from lora_rocm.commands.inspect_file import Judge
@@ -38,7 +39,7 @@ REACHED = 0.75
 FEWEST_EPOCHS, MOST_EPOCHS = 5, 200
 FEWEST_TEXT_STEPS, MOST_TEXT_EPOCHS = 100, 10
 TIMES_PER_RUN = 4
-"""Number of previews and saved files of a run that is shorter than the recipe expects."""
+"""Least number of previews and saved files of a run that is shorter than the recipe expects."""
 WARMUP_SHARE = 10
 CLOSE = 1.03
 """Factor by which a larger batch must be faster to be chosen."""
@@ -168,7 +169,16 @@ def fill_model(draft: RecipeDraft, seen: SeenModel, family: str) -> None:
     """Fill in the model and its family."""
     reason = f"recognised: {seen.title}" if seen.families else "of the recipe; the model is not on this machine"
     draft.set("model", "family", family, reason, at_top=True)
-    draft.set("model", "name_or_path", seen.name, "from --model")
+    draft.set("model", "name_or_path", seen.name, "the model that you named")
+
+
+# The name
+
+
+def fill_name(draft: RecipeDraft, path: Path | None) -> None:
+    """Name the LoRA after the recipe, if the user named the recipe and a file of a run can have this name."""
+    if path is not None and not output_name_fault(path.stem):
+        draft.set("output", "name", path.stem, "as the recipe", at_top=True)
 
 
 # The preset
@@ -204,7 +214,7 @@ def fill_images(draft: RecipeDraft, images: str) -> tuple[int, ...]:
     except DataError as error:
         raise DataError(error.code, error.what, where=where, fix=error.fix) from None
     of_metadata = f", {layout.with_metadata} with a caption in a metadata file" if layout.with_metadata else ""
-    draft.set("data", "path", images, f"from --images: {count_text(layout.num_images, 'image')}{of_metadata}")
+    draft.set("data", "path", images, f"{count_text(layout.num_images, 'image')}{of_metadata}")
     _fill_captions(draft, layout)
     # Resolution: known after the first scan; the second scan has its buckets
     recipe, samples, plan = _planned(draft)
@@ -229,7 +239,8 @@ def fill_images(draft: RecipeDraft, images: str) -> tuple[int, ...]:
 
 def fit_to_images(draft: RecipeDraft) -> None:
     """Fit the intervals of the recipe to the number of steps, which its images and batch size determine."""
-    fit_to_length(draft, _planned(draft)[2].max_train_steps)
+    plan = _planned(draft)[2]
+    fit_to_length(draft, plan.max_train_steps, plan.steps_per_epoch)
 
 
 def _planned(draft: RecipeDraft) -> tuple[Recipe, Sequence[Sample], DataPlan]:
@@ -319,12 +330,12 @@ def fill_texts(draft: RecipeDraft, texts: str) -> None:
     from lora_rocm.dataset.sources.text_scan import count_texts
 
     is_folder = os.path.isdir(Path(texts).expanduser()) and not is_dataset_folder(texts)
-    key, given = "path" if is_folder else TABLE, "from --texts"
-    draft.set("data", key, texts, given, instead_of=TABLE)
+    key = "path" if is_folder else TABLE
+    draft.set("data", key, texts, "", instead_of=TABLE)
     recipe = draft.recipe
     found = count_texts(recipe)
     num, train = found.of_source.total(), recipe.train
-    draft.set("data", key, texts, f"{given}: {count_text(num, 'text')}")
+    draft.set("data", key, texts, count_text(num, "text"))
     draft.of_data += found.notices
     if found.aside.count:
         first = f"{found.aside.first[0].where}: {found.aside.first[0].what}"
@@ -337,7 +348,9 @@ def fill_texts(draft: RecipeDraft, texts: str) -> None:
     why = f"of the recipe; {steps}" if wanted == usual else f"few texts; {steps}"
     replaced = "epochs" if draft.text.has("train", "epochs") else "max_train_steps"
     draft.set("train", "epochs", int(wanted) if wanted == int(wanted) else wanted, why, instead_of=replaced)
-    fit_to_length(draft, math.ceil(num / size * wanted))
+    # Intervals: each epoch ends with an update, and held-out texts are not trained on
+    per_epoch = math.ceil((num - round(num * recipe.data.validation_split)) / size)
+    fit_to_length(draft, math.ceil(per_epoch * wanted), per_epoch, "about ")
 
 
 def is_dataset_folder(path: str) -> bool:
@@ -351,33 +364,54 @@ def holds_pairs(recipe_text: str, texts: str, registry: FamilyRegistry) -> bool:
     Raises:
         DataError: the table cannot be read.
     """
-    from lora_rocm.dataset.rows.records import PAIRED
-    from lora_rocm.dataset.rows.text_rows import rows_of
+    from lora_rocm.dataset.sources.text_scan import begins_with_pair
 
     draft = RecipeDraft(RecipeText(recipe_text), registry)
     if os.path.isdir(Path(texts).expanduser()) or not draft.text.has("data", TABLE):
         return False
     draft.set("data", TABLE, texts, "")
     (source,) = draft.recipe.data.resolved_sources()
-    first = next((row for _, row, _ in rows_of(source)), None)
-    return isinstance(first, Mapping) and first.keys() >= PAIRED
+    return begins_with_pair(source)
 
 
-def fit_to_length(draft: RecipeDraft, steps: int) -> None:
-    """Shorten warm-up and the intervals of previews and files for a run with fewer steps than the recipe expects."""
+def fit_to_length(draft: RecipeDraft, steps: int, steps_per_epoch: int, how_sure: str = "") -> None:
+    """Shorten warm-up and the intervals of previews and files for a run with fewer steps than the recipe expects.
+
+    So even a short run leaves several files to choose from, with a preview for each.
+
+    Args:
+        draft: the recipe.
+        steps: number of steps of the run.
+        steps_per_epoch: number of steps of an epoch.
+        how_sure: word before the number of steps, such as "about ".
+    """
     recipe = draft.recipe
-    run = count_text(steps, "step")
+    every, run = max(1, steps // TIMES_PER_RUN), f"the run of {how_sure}{count_text(steps, 'step')}"
     warmup = recipe.optim.lr_warmup_steps
     if warmup and warmup * WARMUP_SHARE > steps:
-        draft.set("optim", "lr_warmup_steps", max(1, steps // WARMUP_SHARE), f"a tenth of the run of {run}")
+        draft.set("optim", "lr_warmup_steps", max(1, steps // WARMUP_SHARE), f"a tenth of {run}")
+    # Files to choose from: a recipe without the key saves too
+    between = recipe.output.save_steps(steps_per_epoch)
+    if is_short := between * TIMES_PER_RUN > steps:
+        by_epochs = "save_every_n_epochs" if draft.text.has("output", "save_every_n_epochs") else ""
+        why = f"{_times(steps, every)} in {run}, so that there are files to choose from"
+        draft.set("output", "save_every_n_steps", every, why, instead_of=by_epochs)
+    # Previews and validation
+    if is_short and 0 < recipe.sample.every_n_epochs * steps_per_epoch < steps < (
+        recipe.sample.every_n_epochs * steps_per_epoch * TIMES_PER_RUN
+    ):
+        why = f"{_times(steps, every)} in {run}, with the files"
+        draft.set("sample", "every_n_steps", every, why, instead_of="every_n_epochs")
     for section, key, now in (
         ("sample", "every_n_steps", recipe.sample.every_n_steps),
-        ("output", "save_every_n_steps", recipe.output.save_every_n_steps),
         ("train", "validation_every_n_steps", recipe.train.validation_every_n_steps),
     ):
         if now and now * TIMES_PER_RUN > steps and draft.text.has(section, key):
-            every = max(1, steps // TIMES_PER_RUN)
-            draft.set(section, key, every, f"{TIMES_PER_RUN} times in the run of {run}")
+            draft.set(section, key, every, f"{_times(steps, every)} in {run}")
+
+
+def _times(steps: int, every: int) -> str:
+    return count_text(steps // every, "time")
 
 
 # The GPU
@@ -407,7 +441,7 @@ def fill_gpu(draft: RecipeDraft, card: str | None, buckets: Sequence[int], notif
     if card is None and situation_here(recipe).gpu is None:
         draft.of_machine.append(
             "There is no usable GPU here, so batch size and memory mode stay the recipe's. "
-            "--card 12GB chooses them for a GPU of 12 GB."
+            "With --card 12GB they are chosen for a GPU of 12 GB."
         )
         return None
     notify("Counting the memory of a step")

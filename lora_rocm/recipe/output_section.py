@@ -42,8 +42,8 @@ class OutputSection(Section):
     dir: OutputFolder = on_resume("runs", "Folder of the run directories, relative to where the command runs.")
     save_every_n_steps: int | None = on_resume(
         None,
-        "Updates between two checkpoints, each with a usable LoRA file. Unset: 500, unless one of the next two keys is "
-        "set.",
+        "Updates between two checkpoints, each with a usable LoRA file. Unset: 500, unless save_every_n_epochs or "
+        "save_every_minutes is set.",
         gt=0,
         le=MAX_STEPS,
     )
@@ -51,7 +51,7 @@ class OutputSection(Section):
         None, "Epochs between two checkpoints, in place of save_every_n_steps.", gt=0, le=MAX_EPOCHS
     )
     save_every_minutes: float | None = on_resume(
-        None, "Minutes between two checkpoints, alone or with one of the two keys above.", gt=0, le=MAX_TIMEOUT_S
+        None, "Minutes between two checkpoints, alone or with one of the other save_every keys.", gt=0, le=MAX_TIMEOUT_S
     )
     keep_last: int = on_resume(2, "Number of checkpoints kept for resuming.", gt=0, le=10_000)
     keep_last_loras: int | None = on_resume(

@@ -51,12 +51,16 @@ class PresetKey:
 
 @dataclass(frozen=True)
 class Preset:
-    """A named set of keys. purpose: its purpose, in a sentence."""
+    """A named set of keys.
+
+    purpose: its purpose, in a sentence. purpose_of_texts: its purpose for texts, if that differs.
+    """
 
     name: str
     title: str
     purpose: str
     keys: tuple[PresetKey, ...]
+    purpose_of_texts: str = ""
 
 
 @dataclass(frozen=True)

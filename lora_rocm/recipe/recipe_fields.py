@@ -25,6 +25,7 @@ SIMPLE = (
     "model.family",
     "model.name_or_path",
     "data.path",
+    "data.sources",
     "data.trigger_word",
     "data.resolution",
     "data.max_length",
@@ -36,10 +37,42 @@ SIMPLE = (
     "train.batch_size",
     "sample.prompts",
     "sample.every_n_steps",
+    "sample.every_n_epochs",
     "output.save_every_n_steps",
+    "output.save_every_n_epochs",
+    "output.save_every_minutes",
     "output.name",
 )
-"""The keys that most users set. A family reads about 14 of them."""
+"""The keys that most users set. A family reads about 14 of them, and those that replace one."""
+IN_PLACE_OF: Mapping[str, str] = {
+    "data.sources": "data.path",
+    "sample.every_n_epochs": "sample.every_n_steps",
+    "output.save_every_n_epochs": "output.save_every_n_steps",
+    "output.save_every_minutes": "output.save_every_n_steps",
+}
+"""Keys of ``SIMPLE`` that most users only set in place of another one of them."""
+EXCLUSIVE = (
+    ("train.max_train_steps", "train.epochs"),
+    ("train.validation_every_n_steps", "train.validation_every_n_epochs"),
+    ("sample.every_n_steps", "sample.every_n_epochs"),
+    ("output.save_every_n_steps", "output.save_every_n_epochs"),
+)
+"""Pairs of keys of which a recipe has only one, and of which each is one value."""
+OF_TEXTS: Mapping[str, str] = {
+    "data.repeats": "Number of times that each text is seen per epoch.",
+    "data.loss_weight": "Factor by which the loss of each text is multiplied.",
+    "data.include": "If given, use only texts that match one of these patterns, written as for exclude.",
+    "data.path": "A folder of texts (for a table, or for several, use sources).",
+    "data.sources": "Tables and folders of texts, each with its own options.",
+    "data.validation_split": "Share of the texts held out for the validation loss.",
+    "sample.prompts": "Prompts that the model answers in the previews; empty means no previews. "
+    "Write {prompt: ...} for a text with -- in it.",
+    "sample.seed": "Seed of the first answer; it increases by one per answer.",
+    "sample.steps": "Greatest number of tokens of each answer.",
+    "timeouts.cache": "Caching one text or prompt.",
+    "timeouts.preview": "One round of previews.",
+}
+"""Meanings of keys for a family that trains on texts, where the general one speaks of images."""
 UNITS: Mapping[str, str] = {
     "data.resolution": "pixels",
     "data.bucket_step": "pixels",
@@ -92,6 +125,12 @@ class RecipeField:
     def key(self) -> str:
         """The dotted key."""
         return f"{self.section}.{self.name}"
+
+    @property
+    def excluded(self) -> str:
+        """The dotted key that a recipe cannot have in addition to this one; empty if there is none."""
+        pair = next((pair for pair in EXCLUSIVE if self.key in pair), ())
+        return next((key for key in pair if key != self.key), "")
 
     def fitting(self, value: object) -> RecipeField:
         """Return the field for a value. A list with mappings is edited as YAML."""
@@ -192,7 +231,7 @@ def _field(kinds: Kinds, section: str, name: str, schema: Schema, needed: bool) 
         section,
         name,
         "choice" if choices else _kind(variants),
-        _plain(schema.get("description", "")),
+        (kinds.family.trains_on_texts and OF_TEXTS.get(dotted)) or _plain(schema.get("description", "")),
         UNITS.get(dotted, "") or ("seconds" if section == "timeouts" else _unit(name, variants)),
         "" if default is None else written(default) if isinstance(default, bool | int | float) else _short(default),
         tuple(choices),

@@ -20,11 +20,13 @@ from lora_rocm.rundir.newest import is_run
 
 MAX_PATH_LETTERS = 4096
 MAX_SUBFOLDERS = 500
+MODELS = "models"
+"""Reason of a folder in which base models are searched. Its images are not offered as a dataset."""
 
 
 @dataclass(frozen=True)
 class NamedFolder:
-    """A folder that the user named. reason: the key of a text (``folders.REASON``): working, runs, data or added."""
+    """A folder that the user named. reason: the key of a text (``folders.REASON``), such as working or models."""
 
     path: Path
     reason: str
@@ -66,6 +68,9 @@ class Folders:
             if known is None:
                 known = NamedFolder(found, reason)
                 self._named.append(known)
+            elif known.reason == MODELS and reason != MODELS:  # the user now means it for more than models
+                at = self._named.index(known)
+                known = self._named[at] = NamedFolder(found, reason)
         return known
 
     def resolve(self, text: str) -> Path:

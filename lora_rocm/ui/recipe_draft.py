@@ -13,8 +13,9 @@ from lora_rocm.errors import Problem, RecipeError, UserError
 from lora_rocm.families.registry import FAMILIES
 from lora_rocm.page_parts.texts import t
 from lora_rocm.recipe.kinds import Kinds, kinds_of
+from lora_rocm.recipe.layers import EITHER_OR
 from lora_rocm.recipe.load import MAX_RECIPE_BYTES, LoadedRecipe, load_text
-from lora_rocm.recipe.recipe_fields import FieldSection, RecipeField, field_sections, simple_fields
+from lora_rocm.recipe.recipe_fields import IN_PLACE_OF, FieldSection, RecipeField, field_sections, simple_fields
 from lora_rocm.recipe.value_edit import remove_value, set_value
 from lora_rocm.recipe.yaml_tree import YamlSyntaxError, YamlTree, parse_yaml, value_at
 
@@ -64,6 +65,13 @@ class RecipeBeingEdited:
         return simple_fields(self.sections)
 
     @property
+    def out_of_sight(self) -> frozenset[str]:
+        """The usual keys that are not shown: another key is set in their place, or they only replace one."""
+        values = self.values
+        replaced = {IN_PLACE_OF[key] for key in IN_PLACE_OF if key in values}
+        return frozenset(key for key in (*IN_PLACE_OF, *replaced) if key not in values)
+
+    @property
     def shape(self) -> str:
         """A text that differs if there are other fields."""
         of_texts = [field.key for section in self.sections for field in section.fields if self._is_yaml(field)]
@@ -111,6 +119,8 @@ class RecipeBeingEdited:
     def with_value(self, key: str, text: str) -> str:
         """Return the recipe's text after a field was changed. An empty field removes its key.
 
+        A key that excludes another one empties it, so that the user need not.
+
         Raises:
             UserError: field-unknown: there is no such field; not-yaml: text of the recipe or the field is not YAML.
         """
@@ -122,9 +132,20 @@ class RecipeBeingEdited:
             if not text.strip():
                 return remove_value(self.text, field.section, field.name)
             value, spelling = field.value_of(text)
-            return set_value(self.text, field.section, field.name, value, spelling)
+            return self._without(field.excluded, set_value(self.text, field.section, field.name, value, spelling))
         except YamlSyntaxError as error:
             raise UserError("not-yaml", f"This is not valid YAML: {error}", where=key, fix=error.fix) from None
+
+    def _without(self, key: str, text: str) -> str:
+        """Return the text without a key. If the recipe's ``base`` sets it, it is switched off instead."""
+        other = self.fields.get(key)
+        if other is None:
+            return text
+        place = (other.section, other.name)
+        is_below = self.loaded is not None and "base" in self.tree.value and place not in EITHER_OR
+        if is_below and self.loaded is not None and value_at(self.loaded.layers.data, place):
+            return set_value(text, *place, 0 if other.default == "0" else None)
+        return remove_value(text, *place)
 
 
 def edited(text: str, path: Path) -> RecipeBeingEdited:

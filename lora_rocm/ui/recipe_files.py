@@ -10,6 +10,7 @@ from pathlib import Path
 from lora_rocm.errors import UserError
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.names import name_key
+from lora_rocm.rundir.run_name import MAX_RECIPE_BYTES
 from lora_rocm.ui.folders import Folders
 
 SUFFIXES = (".yaml", ".yml")
@@ -61,6 +62,16 @@ def listed_recipes(folders: Folders) -> list[ShownRecipe]:
     return sorted(found.values(), key=lambda recipe: recipe.written_s, reverse=True)[:MAX_LISTED]
 
 
+def has_recipes(folders: Folders) -> bool:
+    """Whether ``listed_recipes`` is not empty, as far as this can be known without the schema of recipes."""
+    for path in _yaml_files(folders):
+        with contextlib.suppress(OSError, UserError, UnicodeDecodeError):
+            lines = read_plain(folders.resolve(str(path)), MAX_RECIPE_BYTES).decode("utf-8-sig").splitlines()
+            if any(line.startswith(BEGINNINGS) for line in lines):
+                return True
+    return False
+
+
 def _yaml_files(folders: Folders) -> Iterator[Path]:
     for named in folders.named:
         if named.reason == "runs":
@@ -73,7 +84,6 @@ def _yaml_files(folders: Folders) -> Iterator[Path]:
 def _shown(path: Path, folders: Folders) -> ShownRecipe | None:
     """Return a recipe; None for another file, or one that cannot be read or is elsewhere in truth."""
     from lora_rocm.families.registry import FAMILIES
-    from lora_rocm.recipe.load import MAX_RECIPE_BYTES
     from lora_rocm.recipe.shipped import described
 
     try:

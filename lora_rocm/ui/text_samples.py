@@ -43,6 +43,7 @@ class TextSamples:
         usable: number of usable texts.
         skipped: number of texts that training skips.
         looked_at: number of texts, the first ones, that the tokenizer inspected; 0 if all.
+        held_out: number of samples that are held out for the validation loss, about.
         samples: the first texts as the model reads them.
         lengths: samples per epoch by their number of tokens.
         num_tokens: tokens per epoch, about.
@@ -54,6 +55,7 @@ class TextSamples:
     usable: int
     skipped: int
     looked_at: int
+    held_out: int
     samples: Sequence[Sequence[SamplePart]]
     lengths: Sequence[LengthBar]
     num_tokens: int
@@ -76,6 +78,7 @@ def text_samples(recipe: Path, work: Work) -> TextSamples:
         0 if data is None else data.usable,
         0 if data is None else data.num_problems,
         0 if data is None else data.looked_at,
+        0 if plan is None else plan.data.held_out or 0,
         [] if data is None else [parts_of(text) for text in data.shown],
         bars(lengths),
         sum(length * count for length, count in lengths.items()),

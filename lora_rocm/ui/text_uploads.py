@@ -1,14 +1,17 @@
-"""Tables of texts that a browser sends into the page's folder."""
+"""Tables of texts that a browser sends into the page's folder, examined by training's own reader."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from lora_rocm.commands.output import Failure
+from lora_rocm.dataset.rows.records import Completion, Conversation, Pair, Record, read
 from lora_rocm.dataset.sources.folders import TABLE_SUFFIXES
-from lora_rocm.errors import UserError
+from lora_rocm.errors import DataError, Problem, UserError
 from lora_rocm.foundation.json_text import BadJson, NoJson, parse_json
 from lora_rocm.foundation.units import size_text
 from lora_rocm.page_parts.texts import t
@@ -17,6 +20,55 @@ from lora_rocm.ui.image_set.uploads import Received, plain_name, received, write
 MAX_TABLE_BYTES = 1 << 28
 OF_LINES = (".jsonl", ".ndjson")
 OF_TEXT = (*OF_LINES, ".json", ".csv")
+MAX_SHOWN_LETTERS = 600
+
+
+@dataclass(frozen=True)
+class ArrivedTable:
+    """A table of texts, as the function reads it that training uses.
+
+    Attributes:
+        usable: number of rows that can be trained on.
+        skipped: number of other rows.
+        first: parts of the first usable row, each with its role; the role of a plain text is empty.
+        first_problem: place, reason and remedy of the first unusable row, or None.
+        failure: why no row can be trained on, or None.
+    """
+
+    usable: int
+    skipped: int
+    first: Sequence[tuple[str, str]]
+    first_problem: Problem | None
+    failure: Failure | None
+
+
+def examined_table(table: Path) -> ArrivedTable:
+    """Read all rows of a table as training would, as texts or as pairs of answers."""
+    from lora_rocm.dataset.sources.text_scan import count_table
+
+    try:
+        found, first = count_table(str(table))
+    except DataError as error:
+        return ArrivedTable(0, 0, (), None, Failure.of(error))
+    problem = next(iter(found.aside.first), None)
+    return ArrivedTable(found.of_source.total(), found.aside.count, parts_of(read(first)), problem, None)
+
+
+def parts_of(record: Record) -> list[tuple[str, str]]:
+    """Return the parts of a record for display, each with its role. Long ones are cut."""
+    if isinstance(record, Pair):
+        rejected = parts_of(record.rejected)[-1]
+        *asked, chosen = parts_of(record.chosen)
+        return [*asked, ("chosen", chosen[1]), ("rejected", rejected[1])]
+    if isinstance(record, Completion):
+        return [("prompt", _cut(record.prompt)), ("completion", _cut(record.completion))]
+    if isinstance(record, Conversation):
+        return [(str(each["role"]), _cut(str(each.get("content") or ""))) for each in record.messages]
+    return [("", _cut(record))]
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN_LETTERS else f"{text[:MAX_SHOWN_LETTERS]} …"
 
 
 def receive_tables(folder: Path, files: Iterable[tuple[str, BinaryIO]]) -> Received:
@@ -33,7 +85,7 @@ def _saved(folder: Path, name: str, file: BinaryIO) -> str:
     plain = plain_name(name)
     suffix = os.path.splitext(plain)[1].lower()
     if suffix not in TABLE_SUFFIXES:
-        raise _refused(t("texts.refused_suffix"))
+        raise _refused(t("texts.refused_suffix", accepted=", ".join(TABLE_SUFFIXES)))
     content = file.read(MAX_TABLE_BYTES + 1)
     if len(content) > MAX_TABLE_BYTES:
         raise _refused(t("texts.refused_size", size=size_text(MAX_TABLE_BYTES)))

@@ -76,8 +76,13 @@ def code_of(**given: Any) -> str:
 
 @pytest.mark.parametrize("name", [path.stem for path in shipped_recipes().values()])
 def test_a_plain_copy_has_the_bytes_of_the_recipe(name: str) -> None:
-    result = new(source=name)
-    assert result.recipe.read_bytes() == shipped_recipes()[f"{name}.yaml"].read_bytes()
+    shipped = shipped_recipes()[f"{name}.yaml"].read_bytes()
+    result = new(None, source=name)
+    assert result.recipe.read_bytes() == shipped
+    named = new("brine.yaml", source=name)
+    kept = [line for line in named.recipe.read_bytes().splitlines() if b"  name: " not in line]
+    assert kept == [line for line in shipped.splitlines() if b"  name: " not in line]
+    assert recipe_of(named).output.name == "brine" and values(named) == {"output.name": "brine"}
     assert result.source == name and result.values == () and result.error is None
     assert check(str(result.recipe), schema_only=True).error is None
     lines = result.recipe.read_text(encoding="utf-8").splitlines()
@@ -261,12 +266,31 @@ def test_texts_are_filled_in() -> None:
     found, recipe = values(result), recipe_of(result)
     assert result.source == "llm-chat" and found["data.sources[0].dataset"] == table
     assert found["train.epochs"] == "2" and recipe.data.sources[0].dataset
-    assert recipe.sample.every_n_epochs == 1
+    assert recipe.sample.every_n_steps == recipe.output.save_every_n_steps
 
 
 def test_few_texts_are_seen_more_often() -> None:
     result = new(source="llm-qlora", texts=rows("rows.jsonl", 40, messages=MESSAGE))
-    assert values(result)["train.epochs"] == "10" and recipe_of(result).sample.every_n_steps == 6
+    assert values(result)["train.epochs"] == "10" and recipe_of(result).sample.every_n_steps == 7
+
+
+@pytest.mark.parametrize("count", [1, 6, 30, 90, 900, 20_000])
+def test_a_run_leaves_files_to_choose_from(count: int) -> None:
+    result = new("brine.yaml", texts=rows("rows.jsonl", count, messages=MESSAGE), model="builtin:tiny-llama")
+    recipe = recipe_of(result)
+    assert recipe.output.name == "brine" and recipe.train.epochs is not None
+    per_epoch = -(-(count - round(count * recipe.data.validation_split)) // 16)
+    steps, every = per_epoch * recipe.train.epochs, recipe.output.save_steps(per_epoch)
+    assert 4 <= steps // every <= 10
+    if count == 20_000:  # a long run keeps the intervals of the recipe
+        assert "output.save_every_n_steps" not in values(result) and recipe.sample.every_n_epochs == 1
+    else:
+        (why,) = [value.why for value in result.values if value.key == "output.save_every_n_steps"]
+        assert why and recipe.sample.round_steps(per_epoch) * 10 >= steps
+
+
+def test_a_name_that_no_file_of_a_run_can_have_stays_the_recipes() -> None:
+    assert recipe_of(new("peft.yaml", source="llm-chat")).output.name == "my-chat"
 
 
 def test_pairs_get_the_recipe_for_pairs() -> None:
@@ -355,11 +379,12 @@ def test_the_list_of_recipes() -> None:
 
 def test_the_command_prints_each_value_with_its_reason() -> None:
     photos(Path("pics"), (64, 64))
+    Path("b").mkdir()
     ended = command_line("new", "my.yaml", "--from", "sdxl", "--images", "pics")
     assert ended.exit_code == 0
-    found = json.loads(command_line("new", "b.yaml", "--from", "sdxl", "--images", "pics", "--json").stdout)
+    found = json.loads(command_line("new", "b/my.yaml", "--from", "sdxl", "--images", "pics", "--json").stdout)
     for value in found["values"]:
         assert (
             f"line {value['line']}: {value['key']}: {value['value']}" in ended.stdout and value["why"] in ended.stdout
         )
-    assert found["next"] == "lora-rocm check b.yaml" and "lora-rocm check my.yaml" in ended.stdout
+    assert found["next"] == "lora-rocm check b/my.yaml" and "lora-rocm check my.yaml" in ended.stdout

@@ -63,7 +63,7 @@ def test_sources_and_units_of_the_recipe_are_respected() -> None:
 def test_new_fills_in_a_preset_with_its_reasons(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     found = new(NewRequest(path, "sdxl", preset="Best Quality"))
-    assert [value.key for value in found.values] == ["lora.rank", "lora.alpha"]
+    assert [value.key for value in found.values] == ["lora.rank", "lora.alpha", "output.name"]
     assert load_recipe(path).recipe.lora.rank == 32 and "# best-quality: " in path.read_text(encoding="utf-8")
     with pytest.raises(UserError) as caught:
         new(NewRequest(tmp_path / "other.yaml", "sdxl", preset="best-qualty"))

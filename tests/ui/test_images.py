@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from lora_rocm.ui.background import Work
+from lora_rocm.ui.folders import MODELS
 from lora_rocm.ui.image_set.choosing import MAX_ROWS
 from lora_rocm.ui.image_set.listing import LISTINGS
 from tests.ui.image_folders import write_folder, write_image
@@ -42,6 +43,14 @@ def fields(site: Site, name: str) -> dict[str, str]:
 
 def save(site: Site, name: str, given: dict[str, str]) -> Any:
     return site.client.post("/images/caption", params={"dir": "ä pictures", "name": name}, data=given)
+
+
+def test_the_images_of_a_folder_for_models_are_not_offered(site: Site, folder: Path) -> None:
+    assert "<li" in site.get("/images/found")
+    site.context.folders.add(folder, MODELS)
+    assert "<li" not in site.get("/images/found")
+    site.context.folders.add(folder, "added")  # the user names it for its images too
+    assert "<li" in site.get("/images/found")
 
 
 def test_folders_are_found_and_opened(site: Site, folder: Path, tmp_path: Path) -> None:

@@ -42,6 +42,24 @@ def test_the_images_of_the_page_before_are_filled_in_and_folders_are_suggested(s
     assert '<option value="my cats ü">' in site.get("/images/names")
 
 
+def test_only_what_suits_the_kind_of_samples_is_offered(site: Site) -> None:
+    of_texts, of_images = site.get("/recipe/new", texts="chats.jsonl"), site.get("/recipe/new", images="cats")
+    assert 'value="chats.jsonl"' in of_texts and 'value="llm-chat"' in of_texts and "trigger word" not in of_texts
+    assert 'name="images"' not in of_texts and 'value="sdxl"' not in of_texts and "image-folders" not in of_texts
+    assert 'name="texts"' not in of_images and 'value="llm-chat"' not in of_images and "trigger word" in of_images
+    assert 'name="texts"' in site.get("/recipe/new", kind="texts")  # the links between both
+
+
+def test_what_is_filled_in_is_told_in_the_words_of_the_page(site: Site) -> None:
+    rows = '{"prompt": "a", "completion": "b"}\n' * 30
+    (site.folder / "chats.jsonl").write_text(rows, encoding="utf-8")
+    text = ended(site, begin(site, name="brine", source="llm-chat", texts="chats.jsonl").headers["location"])
+    options = ("--model", "--texts", "--images", "--card", "--from")
+    assert "output.save_every_n_steps" in text and not any(option in text for option in options)
+    made = (site.folder / "brine.yaml").read_text(encoding="utf-8")
+    assert "name: brine" in made and not any(option in made for option in options)
+
+
 def test_a_preset_is_copied(site: Site) -> None:
     answer = begin(site, name="mine", source="sdxl")
     assert answer.status_code == 303
@@ -90,6 +108,7 @@ def test_a_wrong_request_is_refused_at_once(fields: dict[str, str], code: str, s
 
 def test_a_fault_of_the_work_is_shown(site: Site) -> None:
     text = ended(site, begin(site, name="mine", source="nothing like that").headers["location"])
+    assert "--from" not in text and "Shipped" in text  # the page's words
     assert code_of(text) == "no-shipped-recipe" and not (site.folder / "mine.yaml").exists()
     assert code_of(site.client.get("/recipe/new/made?work=other").text) == "work-unknown"
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lora_rocm.recipe.load import load_text
+from lora_rocm.recipe.recipe_fields import EXCLUSIVE
 from lora_rocm.ui.edits import version_of
 from tests.ui.site import Site, code_of
 
@@ -52,6 +54,58 @@ def test_the_list_has_recipes_and_no_other_yaml_file(site: Site, recipe: Path) -
     text = site.get("/recipe")
     assert "my recipe.yaml" in text and "recipes/second.yml" in text and "Nothing here is lost." in text
     assert "compose.yaml" not in text and "broken.yaml" not in text
+
+
+TEXTS = """\
+model: {family: causal-lm, name_or_path: "builtin:tiny-llama"}
+data:
+  sources:
+    - dataset: chats.jsonl
+train:
+  epochs: 2  # few texts
+sample:
+  every_n_epochs: 1
+  prompts: [Who?]
+"""
+
+
+def shown_fields(page: str) -> set[str]:
+    usual = page.partition("view-simple")[2].partition("view-full")[0]
+    found = re.findall(r'<div class="field recipe-field[^"]*" data-field="([^"]*)"( hidden)?>', usual)
+    return {key for key, is_hidden in found if not is_hidden}
+
+
+def test_the_usual_keys_are_those_that_are_set(site: Site) -> None:
+    (site.folder / FILE).write_text(TEXTS, encoding="utf-8")
+    page = site.get("/recipe/edit", file=FILE)
+    assert {"data.sources", "sample.every_n_epochs", "output.save_every_n_steps"} <= shown_fields(page)
+    assert not {"data.path", "sample.every_n_steps", "output.save_every_n_epochs"} & shown_fields(page)
+    assert "- dataset: chats.jsonl" in page.partition("view-full")[0]
+    assert "--n " not in page and "negative_prompt" not in page.partition("<recipe-editor")[2]
+    (site.folder / FILE).write_text(RECIPE, encoding="utf-8")
+    of_images = site.get("/recipe/edit", file=FILE)
+    assert {"data.path", "sample.every_n_steps"} <= shown_fields(of_images) and "--n " in of_images
+    assert not {"data.sources", "sample.every_n_epochs"} & shown_fields(of_images)
+
+
+def test_a_field_empties_the_one_that_it_excludes(site: Site) -> None:
+    found = draft(site, TEXTS, "train.max_train_steps", "40")
+    assert found["is_valid"] and found["values"]["train.max_train_steps"] == "40"
+    assert "train.epochs" not in found["values"] and "epochs: 2" not in found["text"]
+    found = draft(site, TEXTS, "sample.every_n_steps", "5")
+    assert found["is_valid"] and "every_n_epochs" not in found["text"]
+    by_hand = draft(site, TEXTS.replace("  epochs", "  max_train_steps: 40\n  epochs"))
+    assert not by_hand["is_valid"] and "epochs: 2" in by_hand["text"]
+    (site.folder / "below.yaml").write_text(TEXTS, encoding="utf-8")
+    for key in ("train.max_train_steps", "sample.every_n_steps"):  # the base sets the excluded key
+        assert draft(site, "base: below.yaml\n", key, "5")["is_valid"]
+
+
+def test_every_rule_of_two_exclusive_values_empties_one() -> None:
+    from lora_rocm.recipe.key_rules.run_rules import RULES
+
+    pairs = {rule.keys for rule in RULES if rule.id.startswith(("both:", "not-both:")) and len(rule.keys) == 2}
+    assert pairs == set(EXCLUSIVE)
 
 
 def test_an_empty_folder_says_what_a_recipe_is(site: Site) -> None:

@@ -19,6 +19,14 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_state, "_kept", machine_state._Kept())
 
 
+def test_a_new_training_leads_to_a_new_recipe_if_there_is_none(site: Site) -> None:
+    assert 'class="button primary" href="/recipe/new"' in site.get("/")
+    (site.folder / "compose.yaml").write_text("services: {}\n", encoding="utf-8")
+    assert 'class="button primary" href="/recipe/new"' in site.get("/")
+    (site.folder / "my.yaml").write_text("model: {family: sdxl}\n", encoding="utf-8")
+    assert 'class="button primary" href="/recipe"' in site.get("/")
+
+
 def test_the_machine_is_one_line_with_its_worst_finding_and_the_cure(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from PIL import Image
 
+from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.errors import UserError
 from lora_rocm.ui import text_uploads
+from lora_rocm.ui.background import Work
 from lora_rocm.ui.image_set import uploads
 from lora_rocm.ui.image_set.uploads import usable_name
+from lora_rocm.ui.text_samples import text_samples
 from tests.ui.site import Site, code_of
 
 
@@ -109,6 +113,29 @@ def test_texts_are_saved_and_lead_to_a_recipe(site: Site) -> None:
     page = site.get("/recipe/edit", file="my.yaml")
     assert "gone.jsonl is not there yet" in page and "chats ü.jsonl is not" not in page
     assert "/images/texts?recipe=my.yaml" in page
+    assert "/recipe/edit?file=my.yaml" in site.get("/images/texts", recipe="my.yaml")  # the way back
+
+
+def test_held_out_texts_are_named_next_to_the_lengths(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    (site.folder / "my.yaml").write_text("model: {}\n", encoding="utf-8")
+    data = SimpleNamespace(usable=30, num_problems=0, looked_at=0, shown=[], problems=(), first_notices=(), notices=())
+    plan = SimpleNamespace(data=SimpleNamespace(buckets={SampleShape.of(length=64): 27}, held_out=3))
+    found = SimpleNamespace(data=data, plan=plan, notes=(), error=None)
+    monkeypatch.setattr("lora_rocm.ui.text_samples.check", lambda *_, **__: found)
+    samples = text_samples(site.folder / "my.yaml", Work("key"))
+    assert samples.held_out == 3 and sum(each.count for each in samples.lengths) == samples.usable - samples.held_out
+
+
+def test_texts_are_read_when_they_arrive_as_training_reads_them(site: Site) -> None:
+    text = bring(site, ("a.jsonl", ROWS + b'{"odd": 1}\n'))
+    assert "2 texts" in text and "a.jsonl:3" in text and code_of(text) == ""  # the odd row is named
+    wrong = bring(site, ("b.jsonl", b'{"question": "a", "answer": "b"}\n'))
+    assert code_of(wrong) == "no-usable-texts" and (site.folder / "b.jsonl").is_file()
+    turns = b'[{"role": "user", "content": "who?"}, {"role": "assistant", "content": "%s"}]'
+    pair = b'{"chosen": ' + turns % b"me" + b', "rejected": ' + turns % b"you" + b"}\n"
+    shown = bring(site, ("c.jsonl", pair))
+    assert code_of(shown) == "" and all(f"<b>{role}</b>" in shown for role in ("user", "chosen", "rejected"))
+    assert ".parquet" in bring(site, ("d.xlsx", ROWS))  # the accepted extensions
 
 
 @pytest.mark.parametrize(

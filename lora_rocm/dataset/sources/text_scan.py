@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lora_rocm.dataset.progress import QUIET_S, Progress, Report, ignore
 from lora_rocm.dataset.rows.hf_datasets import DatasetRow
-from lora_rocm.dataset.rows.records import UnusableText, encodable, record_of, written
+from lora_rocm.dataset.rows.records import PAIRED, UnusableText, encodable, record_of, written
 from lora_rocm.dataset.rows.row_cells import RowAccount, RowCells
 from lora_rocm.dataset.rows.row_edge import SharedCause, row_edge
 from lora_rocm.dataset.rows.row_reference import reference
@@ -172,6 +172,39 @@ def count_texts(recipe: Recipe) -> TextCount:
         raise found.aside.all_of_them
     found.notices = notes.notices
     return found
+
+
+def count_table(dataset: str) -> tuple[TextCount, str]:
+    """Count the texts of a table that no recipe names yet. Return them and the first usable text (``records.read``).
+
+    If its first row is a pair of answers, pairs are counted, as in the recipe that ``lora-rocm new`` chooses.
+
+    Raises:
+        DataError: see ``scan_texts``.
+    """
+    data = DataSection.model_validate({"sources": [{"dataset": dataset}]})
+    pairs = begins_with_pair(data.resolved_sources()[0])
+    found, notes, first = TextCount(), Notes(), None
+    for each in texts_of(data, notes, pairs=pairs):
+        if isinstance(each, Problem):
+            found.aside.add(each)
+            continue
+        first = each.sample.caption if first is None else first
+        found.of_source[each.sample.source] += 1
+    if first is None:
+        raise found.aside.all_of_them
+    found.notices = notes.notices
+    return found, first
+
+
+def begins_with_pair(source: ResolvedSource) -> bool:
+    """Whether the first row of a table is a pair of answers.
+
+    Raises:
+        DataError: the table cannot be read.
+    """
+    row = next((row for _, row, _ in rows_of(source)), None)
+    return isinstance(row, Mapping) and row.keys() >= PAIRED
 
 
 def texts_of(

@@ -18,6 +18,7 @@ from lora_rocm.page_parts.texts import t
 from lora_rocm.ui.context import context_of
 from lora_rocm.ui.edits import EditConflict
 from lora_rocm.ui.fields import fields_of, query_of, text_of
+from lora_rocm.ui.folders import MODELS
 from lora_rocm.ui.rendering import fragment, page, url
 from lora_rocm.ui.thumbnails import MEDIA_TYPE, SIDES_PX, thumbnail
 
@@ -55,10 +56,11 @@ def found(request: Request) -> Response:
         for path in image_folders(recipe):
             if path is not None and path.is_dir():
                 folders.add(path, "data")
-    shown = dict[Path, FoundFolder]()
+    shown, of_models = dict[Path, FoundFolder](), [each.path for each in folders.named if each.reason == MODELS]
     for named in folders.named:
-        if named.reason != "runs":
-            shown |= {each.path: each for each in folders_with_images(named.path)}
+        if named.reason not in ("runs", MODELS):
+            found_here = folders_with_images(named.path)
+            shown |= {each.path: each for each in found_here if not any(map(each.path.is_relative_to, of_models))}
     listed = [(folders.name_of(each.path) or ".", each) for each in shown.values()]
     return fragment(request, LIST, "found", listed=listed, of_texts=of_texts)
 

@@ -21,6 +21,7 @@ from lora_rocm.hardware.app_dir import own_app_dir
 from lora_rocm.ui.background import Work
 from lora_rocm.ui.context import UiContext, context_of
 from lora_rocm.ui.fields import query_of, text_of
+from lora_rocm.ui.folders import MODELS
 from lora_rocm.ui.rendering import fragment
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ async def add_folder(request: Request) -> Response:
 
 def _add_folder(request: Request, folder: str) -> Response:
     key, family = _asked(request)
-    context_of(request).folders.add(Path(folder.strip()), "models")
+    context_of(request).folders.add(Path(folder.strip()), MODELS)
     _listing.clear()
     return _shown(request, "models", key, family, "")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from lora_rocm.errors import UserError
+from lora_rocm.errors import LoraRocmError, UserError
 from lora_rocm.foundation.names import usable_stem
 from lora_rocm.page_parts.texts import t
 from lora_rocm.ui.background import Work
@@ -38,9 +39,20 @@ def choices(request: Request) -> Response:
     from lora_rocm.commands.new import recipes
     from lora_rocm.recipe.presets import presets
 
-    query = request.query_params
+    query, of_texts = request.query_params, _families_of_texts()
     images, texts = query.get("images", ""), query.get("texts", "")
-    return page(request, NEW, shipped=recipes().recipes, presets=presets(), images=images, texts=texts)
+    kind = "images" if images else "texts" if texts or query.get("kind") == "texts" else query.get("kind", "")
+    shipped = recipes().recipes
+    if kind in ("images", "texts"):
+        shipped = tuple(each for each in shipped if (each.family in of_texts) == (kind == "texts"))
+    family = of_texts[0] if kind == "texts" and len(of_texts) == 1 else ""
+    return page(request, NEW, shipped=shipped, presets=presets(), images=images, texts=texts, kind=kind, family=family)
+
+
+def _families_of_texts() -> list[str]:
+    from lora_rocm.families.registry import FAMILIES
+
+    return [spec.name for spec in FAMILIES if spec.trains_on_texts]
 
 
 async def new(request: Request) -> Response:
@@ -74,11 +86,29 @@ def _new(request: Request, posted: FormData) -> Response:
             work.report(text)
             work.require_wanted()
 
-        return command.new(wanted, notify=notify)
+        try:
+            made = command.new(wanted, notify=notify)
+            return dataclasses.replace(made, notices=tuple(map(_in_words, made.notices)))
+        except LoraRocmError as error:
+            error.where, error.fix = _in_words(error.where), _in_words(error.fix)
+            raise
 
     key = f"recipe-new-{hashlib.sha256(str(path).encode('utf-8', 'replace')).hexdigest()[:12]}"
     ui.background.start(key, work)
     return _led_to(request, url("/recipe/new/made", work=key))
+
+
+def _in_words(text: str) -> str:
+    """Return a text of the command with the names of the page's fields in place of options, which nobody typed here."""
+    fields = {
+        "from": t("recipe_new.source"),
+        "images": t("recipe_new.images"),
+        "texts": t("recipe_new.texts"),
+        "model": t("recipe_new.model"),
+        "card": t("recipe_new.card"),
+        "preset": t("recipe_new.preset"),
+    }
+    return re.sub(rf"--({'|'.join(fields)})\b", lambda option: f'"{fields[option[1]]}"', text)
 
 
 def made(request: Request) -> Response:

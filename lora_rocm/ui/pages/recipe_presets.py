@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,8 @@ def _changes(request: Request, text: str, name: str) -> tuple[Preset, tuple[Pres
 
     folders, chosen = context_of(request).folders, preset_named(name)
     loaded = load_text(text, Path(folders.name_of(recipe_path(folders, query_of(request, "file")))))
+    if loaded.recipe.spec.trains_on_texts and chosen.purpose_of_texts:
+        chosen = replace(chosen, purpose=chosen.purpose_of_texts)
     return chosen, preset_changes(chosen, loaded.recipe)
 
 

@@ -9,6 +9,7 @@ from starlette.routing import Route
 from lora_rocm.ui.context import context_of
 from lora_rocm.ui.machine_state import examined
 from lora_rocm.ui.part import Part
+from lora_rocm.ui.recipe_files import has_recipes
 from lora_rocm.ui.rendering import fragment, page, url
 from lora_rocm.ui.run_list import newest_runs
 
@@ -20,7 +21,8 @@ DEMO = "demo.yaml"
 
 def start(request: Request) -> Response:
     """The page. The machine's line follows on its own, because examining a machine takes most of a second."""
-    return page(request, TEMPLATE, runs=newest_runs(context_of(request).folders, NUM_RUNS))
+    folders = context_of(request).folders
+    return page(request, TEMPLATE, runs=newest_runs(folders, NUM_RUNS), has_recipes=has_recipes(folders))
 
 
 def machine_line(request: Request) -> Response:

@@ -165,6 +165,7 @@ class RecipeEditor extends HTMLElement {
       field.toggleAttribute("aria-invalid", fault !== "");
       if (fault) field.setAttribute("aria-invalid", "true");
       const box = field.closest(".recipe-field");
+      if ((value || fault) && box.closest(".view-simple")) box.hidden = false; // a key that is set is never out of sight
       box.classList.toggle("field-wrong", fault !== "");
       box.querySelector(".fault").textContent = fault;
     }

@@ -55,6 +55,19 @@ def test_the_fields_and_the_text_are_one(tab: Tab, recipe: Path) -> None:
     text.fill(text.input_value().replace("none at all", "60"))
     page.locator("#verdict .good").wait_for()
     assert page.get_by_label("Steps").first.input_value() == "60"
+    # A key that excludes another one empties it, and a key that is set comes into sight
+    steps, epochs = page.locator("[id='simple-train.max_train_steps']"), page.locator("[id='simple-train.epochs']")
+    epochs.fill("3")
+    tab.wait_for_value(steps, "")
+    steps.fill("60")
+    tab.wait_for_value(epochs, "")
+    assert "epochs" not in text.input_value()
+    every = page.locator("[id='simple-sample.every_n_epochs']")
+    assert not every.is_visible()
+    text.fill(text.input_value() + "sample: {prompts: [a], every_n_epochs: 2}\n")
+    every.wait_for()
+    text.fill(text.input_value().partition("sample:")[0])
+    tab.wait_for_value(every, "")
     # Saved and undone
     page.get_by_role("button", name="Save", exact=True).click()
     page.get_by_text("Saved", exact=True).wait_for()
