@@ -29,7 +29,7 @@ Question = tuple[str, frozenset[LoraVariant]]
 """A prompt and two variants."""
 MOST_TIES = 20
 """Ties in a row that are counted without a click."""
-NUM_CHOSEN, NUM_FIRST = 8, 2
+NUM_CHOSEN, NUM_FIRST = 8, 8
 """Pairs of variants that the ranking chooses for the next question; a new question on one of the first ones is best."""
 
 
@@ -156,7 +156,7 @@ class BlindTest:
         token = self._token()
         chance = random.Random(token)
         chosen, all_pairs = self._pairs(chance.randrange(2**31))
-        newest = _key(self.clicks[-1]) if self.clicks else None
+        newest = _key(self.given[-1]) if self.given else None
         # Groups of questions, the best one first: of the chosen pairs, new ones; of them, any but the newest one; ...
         questions = [one for pair in chosen for one in self._questions(pair, are_equal_too)]
         every = [one for pair in all_pairs for one in self._questions(pair, are_equal_too)]
