@@ -29,8 +29,14 @@ Question = tuple[str, frozenset[LoraVariant]]
 """A prompt and two variants."""
 MOST_TIES = 20
 """Ties in a row that are counted without a click."""
-NUM_CHOSEN, NUM_FIRST = 8, 8
-"""Pairs of variants that the ranking chooses for the next question; a new question on one of the first ones is best."""
+NUM_CHOSEN = 8
+"""Draws of the ranking for the next pair."""
+NUM_SPREAD = 12
+"""So many, divided by the number of variants, is the number of different drawn pairs whose new questions come first.
+
+With few variants, new questions of several pairs keep a question from coming again. With many, that costs clicks:
+with three pairs of 12 variants, 40 % more until an answer, so only the first drawn pair counts.
+"""
 
 
 @dataclass(frozen=True)
@@ -182,7 +188,8 @@ class BlindTest:
         if len(self.variants) < 2:
             return [], []
         chosen = [(self.variants[a], self.variants[b]) for a, b in self.ranking.next_pairs(NUM_CHOSEN, seed)]
-        return chosen[:NUM_FIRST], [*chosen, *combinations(self.variants, 2)]
+        different = [*{frozenset(pair): pair for pair in chosen}.values()]
+        return different[: max(1, NUM_SPREAD // len(self.variants))], [*chosen, *combinations(self.variants, 2)]
 
     def _questions(
         self, pair: Pair, are_equal_too: bool
