@@ -4,8 +4,9 @@
 
 Voters are simulated. ``assumed``: true qualities as the model assumes them before any vote. ``peaked``: the quality
 rises to its best step and falls after it, and the best strength is lower at later steps, as with a LoRA that is trained
-for too long. ``careless``: as peaked, but every tenth vote is a coin flip, and close pairs are ties. ``equal``: as peaked,
-but many results are equal, and the page counts their ties without a click. The model assumes none of the last three.
+for too long. ``careless``: as peaked, but every tenth vote is a coin flip, and close pairs are ties. ``equal``: as
+peaked, but many results are equal, and the page counts their ties without a click. The model assumes none of the last
+three.
 
 Columns: tests that found an answer within 150 votes; votes until then (median, and the 90 % quantile); ties
 without a click until then (median); answers that 20

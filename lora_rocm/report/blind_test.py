@@ -191,9 +191,7 @@ class BlindTest:
         different = [*{frozenset(pair): pair for pair in chosen}.values()]
         return different[: max(1, NUM_SPREAD // len(self.variants))], [*chosen, *combinations(self.variants, 2)]
 
-    def _questions(
-        self, pair: Pair, are_equal_too: bool
-    ) -> Iterator[tuple[GridPicture, GridPicture]]:
+    def _questions(self, pair: Pair, are_equal_too: bool) -> Iterator[tuple[GridPicture, GridPicture]]:
         """Yield the pictures of a pair of variants, for each prompt that both have."""
         for number in self._numbers:
             first, second = (self._of.get((number, variant)) for variant in pair)
@@ -225,7 +223,9 @@ class BlindTest:
         return hashlib.sha256("\n".join(parts).encode("utf-8", "replace")).hexdigest()[:24]
 
 
-def click_on(pair: BlindPair, preferred: Preferred, run_folder: Path, when_s: float, *, automatic: bool = False) -> Click:
+def click_on(
+    pair: BlindPair, preferred: Preferred, run_folder: Path, when_s: float, *, automatic: bool = False
+) -> Click:
     """Return a vote on a pair. ``when_s``: seconds since the epoch."""
     first, second = (
         Side(each.variant.updates, each.variant.strength, each.path.relative_to(run_folder).as_posix())

@@ -66,7 +66,7 @@ class ShownDetails:
 
     @property
     def kind(self) -> str:
-        """What it makes, which chooses the words of its page: text or image."""
+        """The kind of its results, which chooses the words of its page: text or image."""
         return kind_of(self.view.run_dir)
 
     @property
@@ -102,7 +102,7 @@ def details_of(view: RunView, launched: Launched | None) -> ShownDetails:
 
 
 def kind_of(run_dir: RunDir) -> str:
-    """Return what a run makes: text or image. A run whose family is not known counts as one of images."""
+    """Return the kind of a run's results: text or image. An unknown family counts as one of images."""
     from lora_rocm.families.registry import FAMILIES
 
     family = family_in(run_dir.recipe)

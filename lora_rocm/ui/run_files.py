@@ -45,7 +45,7 @@ def savable(view: RunView) -> set[Path]:
 def download_name(run_dir: RunDir, path: Path) -> str:
     """Return the name under which a file of a run is saved elsewhere. It begins with the run's name.
 
-    Names that programs look for stay: that of diffusers, and those inside of a folder, such as a PEFT adapter.
+    The name of diffusers and names inside of a folder, such as a PEFT adapter, stay, because programs look for them.
     """
     run, folder = run_dir.path.name, path.resolve().parent
     if folder.parent == run_dir.earlier_exports(0).parent.resolve():

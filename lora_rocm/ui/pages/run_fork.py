@@ -16,7 +16,6 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.ui.context import context_of
 from lora_rocm.ui.fields import fields_of, query_of
 from lora_rocm.ui.rendering import fragment, is_fragment, url
-from lora_rocm.ui.run_details import kind_of
 from lora_rocm.ui.run_family import forks_of, parent_of
 from lora_rocm.ui.thumbnails import MEDIA_TYPE, SIDES_PX, thumbnail
 
@@ -87,7 +86,6 @@ def images(request: Request) -> Response:
         name=context_of(request).folders.name_of(run_dir.path),
         outliers=[each for each in found if each.is_outlier],
         num_judged=len(found),
-        kind=kind_of(run_dir),
         lost=losses.lost_after(context_of(request).views.of(run_dir).updates - 1),
         has_folder=folder is not None,
     )
