@@ -40,7 +40,7 @@ PROMPTS = ("first", "second", "third")
 class Voter:
     """truth: draws the true quality of each variant. slips: share of votes by chance. tie_below: a tie's difference.
 
-    equal_share: share of results that equal those of the variant before, as answers of a language model often do.
+    equal_share: share of results that equal the results of the variant before, as answers of a language model often do.
     """
 
     truth: Callable[[np.random.Generator], Floats]

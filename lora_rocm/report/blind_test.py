@@ -3,9 +3,9 @@
 Nothing is stored but the votes. The next pair is computed from them, so a page that is loaded again shows the same
 pair.
 
-A question is two variants and a prompt. The ranking chooses the variants. Of them, questions that were not asked yet
+A question is two variants and a prompt. The ranking chooses the variants. Their questions that were not asked yet
 come first, and no question is asked twice in a row if there is another one. Two equal results are never shown. If the
-ranking chooses such a question, it is a tie that nobody has to click (``equal_pair``), as an honest voter would say.
+ranking chooses such a question, it is a tie that nobody has to click (``equal_pair``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOST_TIES = 20
 NUM_CHOSEN = 8
 """Draws of the ranking for the next pair."""
 NUM_SPREAD = 12
-"""So many, divided by the number of variants, is the number of different drawn pairs whose new questions come first.
+"""So many, divided by the number of variants, is the number of different drawn pairs with new questions that come first.
 
 With few variants, new questions of several pairs keep a question from coming again. With many, that costs clicks:
 with three pairs of 12 variants, 40 % more until an answer, so only the first drawn pair counts.
@@ -163,7 +163,7 @@ class BlindTest:
         chance = random.Random(token)
         chosen, all_pairs = self._pairs(chance.randrange(2**31))
         newest = _key(self.given[-1]) if self.given else None
-        # Groups of questions, the best one first: of the chosen pairs, new ones; of them, any but the newest one; ...
+        # Groups of questions, the best one first: new questions on chosen pairs, then any but the newest question, ...
         questions = [one for pair in chosen for one in self._questions(pair, are_equal_too)]
         every = [one for pair in all_pairs for one in self._questions(pair, are_equal_too)]
         others = [[one for one in group if self._key_of(one) != newest] for group in (questions, every)]
@@ -184,7 +184,7 @@ class BlindTest:
         return BlindPair(token, sides[0], sides[1], before is not None)
 
     def _pairs(self, seed: int) -> tuple[list[Pair], list[Pair]]:
-        """Return the pairs that the ranking chooses, in its order, and all pairs, those of its choice first."""
+        """Return the pairs that the ranking chooses, in its order, and all pairs, the chosen ones first."""
         if len(self.variants) < 2:
             return [], []
         chosen = [(self.variants[a], self.variants[b]) for a, b in self.ranking.next_pairs(NUM_CHOSEN, seed)]

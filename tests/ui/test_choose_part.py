@@ -309,7 +309,7 @@ def test_one_file_has_nothing_to_compare(is_text: bool, site: Site) -> None:
     assert f"/try/run?dir=runs%2Fa-run&file={STEPS[-1]}" in page and f"step={STEPS[-1]}" in page
 
 
-def test_the_standing_does_not_lead_a_voter(site: Site) -> None:
+def test_the_ranking_does_not_lead_a_voter(site: Site) -> None:
     run_dir = of_texts(site)
     for cell in made_answers(run_dir, ["hello", "bye", "zibu"]):
         cell.path.write_text(f"{cell.updates} {cell.number}", encoding="utf-8")
