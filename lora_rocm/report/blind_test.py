@@ -32,7 +32,7 @@ MOST_TIES = 20
 NUM_CHOSEN = 8
 """Draws of the ranking for the next pair."""
 NUM_SPREAD = 12
-"""So many, divided by the number of variants, is the number of different drawn pairs with new questions that come first.
+"""Divided by the number of variants, it is the number of different drawn pairs with new questions that come first.
 
 With few variants, new questions of several pairs keep a question from coming again. With many, that costs clicks:
 with three pairs of 12 variants, 40 % more until an answer, so only the first drawn pair counts.
