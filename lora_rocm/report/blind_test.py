@@ -32,7 +32,7 @@ MOST_TIES = 20
 NUM_CHOSEN = 8
 """Draws of the ranking for the next pair."""
 NUM_SPREAD = 12
-"""Divided by the number of variants, it is the number of different drawn pairs with new questions that come first.
+"""Divided by the number of variants, it is the number of different pairs with new questions that come first.
 
 With few variants, new questions of several pairs keep a question from coming again. With many, that costs clicks:
 with three pairs of 12 variants, 40 % more until an answer, so only the first drawn pair counts.
@@ -188,8 +188,9 @@ class BlindTest:
         if len(self.variants) < 2:
             return [], []
         chosen = [(self.variants[a], self.variants[b]) for a, b in self.ranking.next_pairs(NUM_CHOSEN, seed)]
-        different = [*{frozenset(pair): pair for pair in chosen}.values()]
-        return different[: max(1, NUM_SPREAD // len(self.variants))], [*chosen, *combinations(self.variants, 2)]
+        every = [*chosen, *combinations(self.variants, 2)]
+        different = list({frozenset(pair): pair for pair in every}.values())
+        return different[: max(1, NUM_SPREAD // len(self.variants))], every
 
     def _questions(self, pair: Pair, are_equal_too: bool) -> Iterator[tuple[GridPicture, GridPicture]]:
         """Yield the pictures of a pair of variants, for each prompt that both have."""
