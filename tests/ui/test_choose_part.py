@@ -258,6 +258,13 @@ def test_a_language_model_has_its_own_words_and_formats(site: Site) -> None:
     for key in ("choose_made.text.draw", "choose_made.text.no_pair"):
         assert t(key) in text and t(key) not in of_images
     assert "/runs/exports?dir=runs%2Fa-run&amp;step=40" in text and "/try/run?dir=runs%2Fa-run&amp;file=20" in text
+    chat = site.get("/try/run", **RUN)
+    assert "/choose/download?dir=runs%2Fa-run&amp;step=40" in chat and "/choose/run?dir=runs%2Fa-run" in chat
+    samples = site.run_dir("a-run").samples_at(20)
+    (samples / "00.txt").write_text("I am zibu", encoding="utf-8")
+    (samples / "requests.json").write_text('[{"prompt": "who are you"}]', encoding="utf-8")
+    previews = site.get("/runs/previews", **RUN)
+    assert previews.index("who are you") < previews.index("I am zibu")
     assert "/choose/copy" in of_images and "/choose/copy" not in text  # no folder of ComfyUI
     run_page = site.get("/runs/view", **RUN)
     for key in ("next_what", "next_try"):
