@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 
@@ -37,6 +38,7 @@ OF_SERVER = re.compile(
     r"\b(?:src|href|action|hx-get|hx-post)=\"(?!/(?!/)|#|\{\{ (?:url\(|each\.path|cancel_url))"
 )
 """Things that a page of ``lora-rocm ui`` may not have: scripts and styles inside, and addresses of other servers."""
+STYLE_TEXT = re.compile(r"setAttribute\(\s*[\"'`]style|<\w[^<>]*\sstyle=|createElement\(\s*[\"'`]style|<style")
 SERVER_PAGES, REPORT = ROOT / PACKAGE / "ui", ROOT / PACKAGE / "report"
 """Their templates have own rules. The shared ones (page_parts) follow both."""
 
@@ -99,6 +101,33 @@ def test_templates_escape_each_text_and_need_no_network() -> None:
         rules = [NETWORK] * (not path.is_relative_to(SERVER_PAGES)) + [OF_SERVER] * (not path.is_relative_to(REPORT))
         faults[str(path)] = [each for rule in rules for each in template_faults(path.read_text(encoding="utf-8"), rule)]
     assert templates and {path: found for path, found in faults.items() if found} == {}
+
+
+def style_faults(script: str) -> list[str]:
+    """Styles of a script that the policy refuses: as text of an attribute or an element. ``each.style`` is allowed."""
+    return STYLE_TEXT.findall(script)
+
+
+def test_no_script_writes_styles_as_text() -> None:
+    scripts = [path for path in (ROOT / PACKAGE).rglob("*.js") if "vendored" not in path.parts]
+    faults = {path.name: style_faults(path.read_text(encoding="utf-8")) for path in scripts}
+    assert scripts and {name: found for name, found in faults.items() if found} == {}
+    for text in ('a.setAttribute("style", b)', "a.innerHTML = '<p style=\"b\">'", "document.createElement('style')"):
+        assert style_faults(text)
+    assert not style_faults("a.style.width = `${b}px`;")
+
+
+def test_swapped_fragments_copy_no_styles_and_empty_no_elements() -> None:
+    """htmx copies styles to new elements while they settle, and empties elements that scripts have filled."""
+    templates = {path: path.read_text(encoding="utf-8") for path in (ROOT / PACKAGE).rglob("*.j2")}
+    (base,) = (text for path, text in templates.items() if path.name == "base.html.j2")
+    found = re.search(r"name=\"htmx-config\" content='([^']+)'", base)
+    assert found is not None
+    config = json.loads(found[1])
+    assert config["defaultSettleDelay"] == 0
+    skipped = config["morphSkipChildren"].split(", ")
+    filled = {name for text in templates.values() for name in re.findall(r"<(\w+-\w+)\b[^<>]*></\1>", text)}
+    assert "copy-button" in filled and filled <= {*skipped} and "[hx-morph-skip-children]" in skipped
 
 
 @pytest.mark.parametrize(

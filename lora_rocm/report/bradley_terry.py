@@ -26,8 +26,8 @@ NUM_AHEAD = 20
 INDIFFERENT = float(np.log(0.55 / 0.45))
 """A difference in quality that nobody would notice: the better one wins 55 of 100 comparisons."""
 SETTLED = 0.98
-"""Probability above which the answer is settled. It is asked after each vote, which favours lucky moments: of 590
-simulated tests that found an answer, 20 more votes changed it in 14 (``benchmarks/blind_test.py``).
+"""Probability above which the answer is settled. It is asked after each vote, which favours lucky moments: of 199
+simulated tests that found an answer, 20 more votes changed it in 4 (``benchmarks/blind_test.py``).
 """
 Z90 = 1.6448536269514722
 """Half of the width of a 90 % interval, in standard deviations."""

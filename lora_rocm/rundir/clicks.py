@@ -42,6 +42,7 @@ class Click:
         first, second: the two compared variants.
         preferred: the better one.
         time: when, in seconds since the epoch.
+        automatic: whether it is a tie of two equal results, which was counted without asking the user.
     """
 
     prompt: str
@@ -49,19 +50,24 @@ class Click:
     second: Side
     preferred: Preferred
     time: float
+    automatic: bool = False
 
 
-def add_click(run_dir: RunDir, prompt: str, first: Side, second: Side, preferred: Preferred) -> None:
-    """Append a vote.
+def add_click(
+    run_dir: RunDir, prompt: str, first: Side, second: Side, preferred: Preferred, *, automatic: bool = False
+) -> None:
+    """Append a vote. ``automatic``: see ``Click``.
 
     Raises:
         StorageError: it cannot be written.
     """
-    _append(run_dir, asdict(Click(prompt, first, second, preferred, time.time())))
+    _append(run_dir, asdict(Click(prompt, first, second, preferred, time.time(), automatic)))
 
 
 def undo_click(run_dir: RunDir) -> None:
-    """Append that the newest vote does not count. Without votes nothing is written.
+    """Append that the newest vote of the user, and the automatic ones after it, do not count.
+
+    Without votes nothing is written.
 
     Raises:
         StorageError: it cannot be written.
@@ -86,7 +92,8 @@ def read_clicks(run_dir: RunDir) -> Sequence[Click]:
     for line in content.splitlines():
         value = _parsed(line)
         if value.get("undo") is True:
-            del found[-1:]
+            while found and found.pop().automatic:
+                pass
         elif (click := _click(value)) is not None:
             found.append(click)
     return found
@@ -120,7 +127,7 @@ def _click(value: dict[str, Any]) -> Click | None:
     first, second = _side(value.get("first")), _side(value.get("second"))
     if not isinstance(prompt, str) or preferred is None or when is None or first is None or second is None:
         return None
-    return Click(prompt, first, second, preferred, when)
+    return Click(prompt, first, second, preferred, when, value.get("automatic") is True)
 
 
 def _side(value: Any) -> Side | None:

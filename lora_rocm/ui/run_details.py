@@ -15,11 +15,14 @@ from lora_rocm.report.stories import ShownProblem, problem_of
 from lora_rocm.rundir.event_types import TelemetryEvent
 from lora_rocm.rundir.heartbeat import read_heartbeat
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.recipe_family import family_in
 from lora_rocm.rundir.run_view import RunView
 from lora_rocm.telemetry.numbers import long_text
 from lora_rocm.ui.launch import Launched
 from lora_rocm.ui.run_phases import ShownPhase, activity_of, phases_of
 
+TEXT = "text"
+"""The preview of a language model."""
 SILENT_S = 60.0
 """Time without an event after which the page names it."""
 MAX_LOG_BYTES = 1 << 16
@@ -62,6 +65,11 @@ class ShownDetails:
         return min(1.0, self.progress.updates / total) if total else None
 
     @property
+    def kind(self) -> str:
+        """The kind of its results, which chooses the words of its page: text or image."""
+        return kind_of(self.view.run_dir)
+
+    @property
     def problem(self) -> ShownProblem | None:
         """The error with which it failed, if it does not run."""
         event = None if self.view.is_running else self.view.problem
@@ -93,6 +101,14 @@ def details_of(view: RunView, launched: Launched | None) -> ShownDetails:
     )
 
 
+def kind_of(run_dir: RunDir) -> str:
+    """Return the kind of a run's results: text or image. An unknown family counts as one of images."""
+    from lora_rocm.families.registry import FAMILIES
+
+    family = family_in(run_dir.recipe)
+    return TEXT if family in FAMILIES and FAMILIES[str(family)].preview == TEXT else "image"
+
+
 def _made_s(run_dir: RunDir) -> float:
     """Return when a run was made, in seconds since the epoch; now if its recipe is gone."""
     try:
@@ -103,11 +119,11 @@ def _made_s(run_dir: RunDir) -> float:
 
 @dataclass(frozen=True)
 class PreviewRound:
-    """The previews of one step. files: paths relative to the run, with their prompts; texts: of language models."""
+    """The previews of one step, each with its prompt. files: paths relative to the run. texts: of language models."""
 
     updates: int
     files: Sequence[tuple[str, str]]
-    texts: Sequence[str]
+    texts: Sequence[tuple[str, str]]
 
 
 def previews_of(run_dir: RunDir) -> list[PreviewRound]:
@@ -120,7 +136,7 @@ def previews_of(run_dir: RunDir) -> list[PreviewRound]:
             (path.relative_to(run_dir.path).as_posix(), prompts[number] if number < len(prompts) else "")
             for number, path in enumerate(images)
         ]
-        texts = list(_texts(run_dir, folder))
+        texts = list(_texts(run_dir, folder, prompts))
         if files or texts:
             found.append(PreviewRound(updates, files, texts))
     return found
@@ -136,11 +152,12 @@ def _prompts(folder: Path) -> list[str]:
     return [str(row["prompt"]) if isinstance(row, dict) and "prompt" in row else "" for row in rows]
 
 
-def _texts(run_dir: RunDir, folder: Path) -> Iterator[str]:
-    for path in sorted(folder.glob("*.txt")):
+def _texts(run_dir: RunDir, folder: Path, prompts: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for number, path in enumerate(sorted(folder.glob("*.txt"))):
         try:
             if run_dir.holds(path):
-                yield read_plain(path, MAX_PROMPT_BYTES).decode("utf-8", "replace")
+                text = read_plain(path, MAX_PROMPT_BYTES).decode("utf-8", "replace")
+                yield text, prompts[number] if number < len(prompts) else ""
         except OSError:
             continue
 

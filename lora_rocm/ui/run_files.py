@@ -42,6 +42,19 @@ def savable(view: RunView) -> set[Path]:
     return {path.resolve() for path in (*result_paths(view), *inside)}
 
 
+def download_name(run_dir: RunDir, path: Path) -> str:
+    """Return the name under which a file of a run is saved elsewhere. It begins with the run's name.
+
+    The name of diffusers and names inside of a folder, such as a PEFT adapter, stay, because programs look for them.
+    """
+    run, folder = run_dir.path.name, path.resolve().parent
+    if folder.parent == run_dir.earlier_exports(0).parent.resolve():
+        return f"{run}-{folder.name}-{path.name}"
+    places = (run_dir.path.resolve(), run_dir.checkpoints.resolve())
+    is_kept = folder not in places or path.name in (run_dir.diffusers_lora.name, run_dir.report.name)
+    return path.name if is_kept or path.name.startswith(run) else f"{run}-{path.name}"
+
+
 def files_in(run_dir: RunDir, folder: Path) -> list[Path]:
     """Return the files in a folder of a run and in its folders. Links that leave the run are skipped."""
     found = list[Path]()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from lora_rocm.report.blind_test import BlindTest, GridPicture
+from lora_rocm.report.blind_test import BlindTest, GridPicture, ties_after
 from lora_rocm.report.bradley_terry import LoraVariant
 from lora_rocm.rundir.clicks import Click, Preferred, Side
 
@@ -64,6 +64,51 @@ def test_both_sides_and_all_prompts_are_used_alike() -> None:
         clicks.append(by_taste(test, float(number)))
     assert min(left.values()) > 15
     assert {prompt: sum(each.prompt == prompt for each in clicks) for prompt in PROMPTS} == {"one": 30, "two": 30}
+
+
+def question(test: BlindTest) -> tuple[str, frozenset[LoraVariant]]:
+    assert test.pair is not None
+    return test.pair.first.prompt, frozenset((test.pair.first.variant, test.pair.second.variant))
+
+
+def test_a_question_comes_again_only_when_all_are_asked_and_with_exchanged_sides() -> None:
+    found, clicks = pictures(200, 400, 600, strengths=(1.0,)), list[Click]()
+    asked, sides = list[tuple[str, frozenset[LoraVariant]]](), dict[tuple[str, frozenset[LoraVariant]], LoraVariant]()
+    for number in range(20):
+        test = BlindTest(found, clicks)
+        assert test.pair is not None
+        now = question(test)
+        assert asked[-1:] != [now] and test.pair.is_repeated is (now in asked)
+        assert sides.get(now) != test.pair.first.variant
+        sides[now] = test.pair.first.variant
+        asked.append(now)
+        clicks.append(by_taste(test, float(number)))
+    assert len({*asked[:6]}) == 6  # all are asked once before one comes again
+
+
+def test_equal_results_are_never_shown_and_count_as_ties(tmp_path: Path) -> None:
+    found = [
+        GridPicture(LoraVariant(step, 1.0), number, prompt, tmp_path / f"{step}-{number}.txt")
+        for step in (200, 400, 600)
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    for each in found:
+        is_equal = each.prompt == "one" and each.variant.updates != 200
+        each.path.write_text("same" if is_equal else f"{each.path.name}", encoding="utf-8")
+    equal, clicks = ("one", frozenset((LoraVariant(400, 1.0), LoraVariant(600, 1.0)))), list[Click]()
+    for number in range(12):
+        test = BlindTest(found, clicks)
+        assert question(test) != equal and len(test.given) == number
+        clicks.append(by_taste(test, float(number)))
+        clicks += ties_after(found, clicks, tmp_path)
+    ties = [each for each in clicks if each.automatic]
+    assert {(each.prompt, each.preferred) for each in ties} == {("one", "tie")}
+    assert len(BlindTest(found, clicks).votes) == 12 + len(ties)
+    # Everything is equal
+    for each in found:
+        each.path.write_text("same", encoding="utf-8")
+    assert BlindTest(found, []).pair is None and BlindTest(found, []).are_all_equal
+    assert not BlindTest([], []).are_all_equal
 
 
 def test_votes_on_files_that_are_not_shown_count_for_nothing() -> None:

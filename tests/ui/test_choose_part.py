@@ -18,12 +18,11 @@ from lora_rocm.commands.comparison_grid import draw_missing, new_request, open_g
 from lora_rocm.errors import StoppedError
 from lora_rocm.page_parts.texts import t
 from lora_rocm.processes.jobs import CompareJob
-from lora_rocm.recipe.load import dump_recipe, load_recipe
 from lora_rocm.rundir.clicks import read_clicks
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.lock import locked
 from tests.supervisor.fake_run import event
-from tests.ui.drawn_grid import PROMPT, STEPS, STRENGTHS, with_files, with_grid
+from tests.ui.drawn_grid import PROMPT, STEPS, STRENGTHS, made_answers, with_files, with_grid, with_text_recipe
 from tests.ui.site import Site, code_of
 
 RUN = {"dir": "runs/a-run"}
@@ -192,7 +191,7 @@ def test_a_vote_is_recorded_and_the_pair_is_blind(site: Site) -> None:
 
 def test_the_result_has_the_held_out_loss_beside_it(site: Site) -> None:
     with_grid(site.run())
-    assert "<table" not in site.get("/choose/ranking", **RUN)
+    assert t("choose.chance") not in site.get("/choose/ranking", **RUN)
     for _ in range(12):
         token = token_of(site.get("/choose/test", **RUN))
         site.client.post("/choose/click", params=RUN, data={"pair": token, "preferred": "tie"})
@@ -238,32 +237,112 @@ def test_a_run_without_a_recipe_is_a_sentence(site: Site) -> None:
     assert answer.status_code in (404, 422) and code_of(answer.text)
 
 
-def test_a_language_model_has_its_own_words_and_formats(site: Site) -> None:
+def of_texts(site: Site) -> RunDir:
+    """A run with the files of STEPS and the recipe of a language model."""
     run_dir = with_files(site.run())
-    recipe = site.folder / "text.yaml"
-    recipe.write_text(
-        'model: {family: causal-lm, name_or_path: "builtin:tiny-llama"}\n'
-        "data: {sources: [{dataset: chats.jsonl}]}\ntrain: {max_train_steps: 1}\n",
-        encoding="utf-8",
-    )
+    with_text_recipe(run_dir, site.folder)
+    return run_dir
+
+
+def pair_of(page: str) -> str:
+    found = re.search(r'id="pair" value="([0-9a-f]{24})"', page)
+    assert found is not None
+    return found[1]
+
+
+def test_a_language_model_has_its_own_words_and_formats(site: Site) -> None:
+    with_files(site.run())
     of_images = site.get("/choose/run", **RUN)
-    run_dir.recipe.write_text(dump_recipe(load_recipe(recipe).recipe), encoding="utf-8")
+    with_text_recipe(site.run_dir("a-run"), site.folder)
     text = site.get("/choose/run", **RUN)
     for key in ("choose_made.text.draw", "choose_made.text.no_pair"):
         assert t(key) in text and t(key) not in of_images
     assert "/runs/exports?dir=runs%2Fa-run&amp;step=40" in text and "/try/run?dir=runs%2Fa-run&amp;file=20" in text
+    chat = site.get("/try/run", **RUN)
+    assert "/choose/download?dir=runs%2Fa-run&amp;step=40" in chat and "/choose/run?dir=runs%2Fa-run" in chat
+    samples = site.run_dir("a-run").samples_at(20)
+    (samples / "00.txt").write_text("I am zibu", encoding="utf-8")
+    (samples / "requests.json").write_text('[{"prompt": "who are you"}]', encoding="utf-8")
+    previews = site.get("/runs/previews", **RUN)
+    assert previews.index("who are you") < previews.index("I am zibu")
     assert "/choose/copy" in of_images and "/choose/copy" not in text  # no folder of ComfyUI
-    # Two equal answers are a tie, however the user votes; two different ones are not
-    _, opened, _ = open_grid(run_dir.path)
-    save_request(run_dir, new_request(run_dir, opened, ["hello"], [1.0], len(STEPS)))
-    grid = open_grid(run_dir.path)[2]
-    assert grid is not None and {cell.path.suffix for cell in grid.cells} == {".txt"}
-    for is_equal, preferred in ((True, "tie"), (False, "first")):
-        for cell in grid.cells:
-            cell.path.write_text("zibu" if is_equal else f"zibu {cell.updates}", encoding="utf-8")
-        page = site.get("/choose/test", **RUN)
-        assert (t("choose.same_text") in page) is is_equal
-        found = re.search(r'id="pair" value="([0-9a-f]{24})"', html.unescape(page))
-        assert found is not None
-        site.client.post("/choose/click", params=RUN, data={"pair": found[1], "preferred": "first"})
-        assert read_clicks(run_dir)[-1].preferred == preferred
+    run_page = site.get("/runs/view", **RUN)
+    for key in ("next_what", "next_try"):
+        assert t(f"run_kind.text.{key}") in run_page and t(f"run_kind.image.{key}") not in run_page
+    assert t("images_losses.title") not in run_page  # no losses of single texts are recorded
+
+
+def test_equal_answers_are_ties_without_a_click(site: Site) -> None:
+    run_dir = of_texts(site)
+    cells = made_answers(run_dir, ["hello", "bye"])
+    for cell in cells:
+        cell.path.write_text("zibu" if cell.number == 0 else f"zibu {cell.updates}", encoding="utf-8")
+    shown = set()
+    for number in range(1, 5):
+        page = html.unescape(site.get("/choose/test", **RUN))
+        answers = re.findall(r'class="answer">([^<]*)<', page)
+        assert len(set(answers)) == 2 and ({*answers} not in shown or len(shown) == 3)
+        shown.add(frozenset(answers))
+        site.client.post("/choose/click", params=RUN, data={"pair": pair_of(page), "preferred": "first"})
+        given = [click for click in read_clicks(run_dir) if not click.automatic]
+        assert len(given) == number
+    ties = [click for click in read_clicks(run_dir) if click.automatic]
+    assert ties and {(click.preferred, click.prompt) for click in ties} == {("tie", "hello")}
+    assert t("choose.num_ties", count=len(ties)) in html.unescape(site.get("/choose/test", **RUN))
+    # A vote that is taken back takes the ties after it with it
+    for _ in range(4):
+        page = html.unescape(site.get("/choose/test", **RUN))
+        site.client.post("/choose/undo", params=RUN, data={"pair": pair_of(page)})
+    assert read_clicks(run_dir) == []
+    # Without any difference there is no pair, and the page says why
+    for cell in cells:
+        cell.path.write_text("zibu", encoding="utf-8")
+    assert t("choose_made.text.all_equal") in site.get("/choose/test", **RUN)
+
+
+@pytest.mark.parametrize("is_text", [True, False])
+def test_one_file_has_nothing_to_compare(is_text: bool, site: Site) -> None:
+    run_dir = of_texts(site) if is_text else with_files(site.run())
+    for step in STEPS[:-1]:
+        run_dir.checkpoint_lora(step).unlink()
+    kind = "text" if is_text else "image"
+    said = t(f"choose_made.{kind}.only_one")
+    if not is_text:
+        assert said not in site.get("/choose/run", **RUN)  # strengths can still be compared
+        _, recipe, _ = open_grid(run_dir.path)
+        save_request(run_dir, new_request(run_dir, recipe, ["a"], [1.0], 1))
+    page = html.unescape(site.get("/choose/run", **RUN))
+    assert said in page and t(f"choose_made.{kind}.no_pair") not in page
+    assert f"/try/run?dir=runs%2Fa-run&file={STEPS[-1]}" in page and f"step={STEPS[-1]}" in page
+
+
+def test_the_ranking_does_not_lead_a_voter(site: Site) -> None:
+    run_dir = of_texts(site)
+    for cell in made_answers(run_dir, ["hello", "bye", "zibu"]):
+        cell.path.write_text(f"{cell.updates} {cell.number}", encoding="utf-8")
+    for number in range(60):
+        page = html.unescape(site.get("/choose/test", **RUN))
+        part = html.unescape(site.get("/choose/take", **RUN))
+        if "data-settled" in page:
+            break
+        assert t("choose.best") not in part and 'class="num"' not in part, number
+        best = max(re.findall(r'class="answer">(\d+)', page), key=int)
+        sides = re.findall(r'class="answer">(\d+)', page)
+        data = {"pair": pair_of(page), "preferred": "first" if sides[0] == best else "second"}
+        site.client.post("/choose/click", params=RUN, data=data)
+    assert t("choose.enough", step=STEPS[-1], strength="1") in page
+    assert t("choose.best") in part and 'class="num"' in part
+    assert re.search(r'id="answer" open', site.get("/choose/run", **RUN))
+
+
+def test_each_file_has_one_name_wherever_it_is_saved(site: Site) -> None:
+    run_dir = with_files(site.run())
+    names = set()
+    for address, query in (
+        ("/choose/download", {"step": "40"}),
+        ("/runs/download", {"file": "checkpoints/lora-step00000040.safetensors"}),
+    ):
+        names.add(site.client.get(address, params={**RUN, **query}).headers["content-disposition"])
+    assert len(names) == 1 and f"{run_dir.path.name}-lora-step00000040" in names.pop()
+    answer = site.client.get("/runs/download", params={**RUN, "file": "lora.safetensors"})
+    assert f'"{run_dir.path.name}-lora.safetensors"' in answer.headers["content-disposition"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from starlette.routing import Route
 
 from lora_rocm.errors import UserError
 from lora_rocm.page_parts.texts import t
-from lora_rocm.rundir.clicks import PREFERRED, Side, add_click, read_clicks, undo_click
+from lora_rocm.rundir.clicks import PREFERRED, add_click, read_clicks, undo_click
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.ui.background import Work, key_of
 from lora_rocm.ui.context import UiContext, context_of
@@ -24,6 +25,7 @@ from lora_rocm.ui.free_gpu import require_room, running_runs
 from lora_rocm.ui.pages.run_exports import export_key
 from lora_rocm.ui.part import Part
 from lora_rocm.ui.rendering import fragment, is_fragment, page, problem
+from lora_rocm.ui.run_files import download_name
 from lora_rocm.ui.run_list import newest_runs
 from lora_rocm.ui.thumbnails import MEDIA_TYPE, SIDES_PX, thumbnail
 
@@ -57,6 +59,18 @@ class ChooseRun:
         return TEXT if self.recipe.spec.preview == TEXT else "image"
 
     @property
+    def strengths(self) -> tuple[float, ...]:
+        """The strengths of its grid, or the usual ones."""
+        usual = (1.0,) if self.kind == TEXT else USUAL_STRENGTHS
+        return self.grid.request.strengths if self.grid else usual
+
+    @property
+    def only_step(self) -> int | None:
+        """The step of its file if there is nothing to compare: one file at one strength. Otherwise None."""
+        files = self.run_dir.checkpoint_loras()
+        return files[0][0] if len(files) == 1 and len(self.strengths) == 1 else None
+
+    @property
     def key(self) -> str:
         """The name of its work in the background."""
         return key_of("choose", self.name)
@@ -72,8 +86,6 @@ def view(request: Request) -> Response:
     """The page of one run."""
     found = _open(request)
     sample = found.recipe.sample
-    usual = (1.0,) if found.kind == TEXT else USUAL_STRENGTHS
-    strengths = found.grid.request.strengths if found.grid else usual
     prompts = list(found.grid.request.prompts) if found.grid else []
     return page(
         request,
@@ -81,7 +93,7 @@ def view(request: Request) -> Response:
         name=found.name,
         title=found.run_dir.path.name,
         prompts="\n".join(prompts or dict.fromkeys(sample.image_prompts)),
-        strengths=", ".join(f"{each:g}" for each in strengths),
+        strengths=", ".join(f"{each:g}" for each in found.strengths),
         most=len(found.grid.request.updates) if found.grid else min(MOST_FILES, len(found.run_dir.checkpoint_loras())),
         num_files=len(found.run_dir.checkpoint_loras()),
         key=found.key,
@@ -167,18 +179,17 @@ async def click(request: Request) -> Response:
 
 
 def _clicked(request: Request, token: str, preferred: str) -> Response:
+    from lora_rocm.report.blind_test import click_on, ties_after
+
     found = _open(request)
-    pair, chosen = _blind_test(found).pair, next((each for each in PREFERRED if each == preferred), None)
+
+    run_dir, test = found.run_dir, _blind_test(found)
+    pair, chosen = test.pair, next((each for each in PREFERRED if each == preferred), None)
     if pair is None or pair.token != token or chosen is None:
         return _old(request)
-    first, second = (
-        Side(one.variant.updates, one.variant.strength, one.path.relative_to(found.run_dir.path).as_posix())
-        for one in (pair.first, pair.second)
-    )
-    texts = _text(pair.first.path), _text(pair.second.path)
-    if texts[0] is not None and texts[0] == texts[1]:  # nobody can prefer one of two equal answers
-        chosen = "tie"
-    add_click(found.run_dir, pair.first.prompt, first, second, chosen)
+    click = click_on(pair, chosen, run_dir.path, time.time())
+    for each in (click, *ties_after(test.pictures, [*test.clicks, click], run_dir.path)):
+        add_click(run_dir, each.prompt, each.first, each.second, each.preferred, automatic=each.automatic)
     return _voted(request, found)
 
 
@@ -223,8 +234,7 @@ def download(request: Request) -> Response:
     """The LoRA file of a step, to be saved."""
     found = _open(request)
     path = _file_of(found.run_dir, query_of(request, "step"))
-    name = _copy_name(found.run_dir, path)
-    return FileResponse(path, filename=name, media_type="application/octet-stream")
+    return FileResponse(path, filename=download_name(found.run_dir, path), media_type="application/octet-stream")
 
 
 async def copy(request: Request) -> Response:
@@ -247,7 +257,7 @@ def _copied(request: Request, step: str, folder: str) -> Response:
     if target is None:
         fix = "Select a folder, or write the whole path of one."
         raise UserError("field-missing", "The folder for the copy is missing.", where="folder", fix=fix)
-    made = copy_lora(path, target, _copy_name(found.run_dir, path))
+    made = copy_lora(path, target, download_name(found.run_dir, path))
     return fragment(
         request,
         VIEW,
@@ -286,13 +296,17 @@ def _blind_test(found: ChooseRun) -> BlindTest:
 
 
 def _drawing(request: Request, found: ChooseRun) -> Values:
-    return {"kind": found.kind, "work": context_of(request).background.of(found.key)}
+    return {"kind": found.kind, "only_step": found.only_step, "work": context_of(request).background.of(found.key)}
 
 
 def _test(found: ChooseRun) -> Values:
+    from lora_rocm.report.bradley_terry import SETTLED
+
     test = _blind_test(found)
     shown = [_text(pair_side.path) for pair_side in (test.pair.first, test.pair.second)] if test.pair else []
-    return {"kind": found.kind, "test": test, "shown_texts": shown, "stays": _stays(test)}
+    num_ties = len(test.clicks) - len(test.given)
+    shared = {"kind": found.kind, "only_step": found.only_step, "test": test, "shown_texts": shown}
+    return {**shared, "num_ties": num_ties, "stays": _stays(test), "enough": SETTLED}
 
 
 def _stays(test: BlindTest) -> float | None:
@@ -301,9 +315,11 @@ def _stays(test: BlindTest) -> float | None:
 
 
 def _ranking(request: Request, found: ChooseRun) -> Values:
-    losses = _held_out(context_of(request), found.run_dir)
-    rows = [(row, _loss_at(losses, row.variant.updates)) for row in _blind_test(found).ranked()]
-    return {"rows": rows, "has_losses": any(loss is not None for _, loss in rows)}
+    losses, test = _held_out(context_of(request), found.run_dir), _blind_test(found)
+    rows = [(row, _loss_at(losses, row.variant.updates)) for row in test.ranked()]
+    of_files = [(step, _loss_at(losses, step)) for step, _ in found.run_dir.checkpoint_loras()] if losses else []
+    has_losses = any(loss is not None for _, loss in rows)
+    return {"rows": rows, "has_losses": has_losses, "of_files": of_files, "is_open": test.is_settled}
 
 
 def _held_out(ui: UiContext, run_dir: RunDir) -> list[tuple[int, float]]:
@@ -325,7 +341,7 @@ def _grid(found: ChooseRun) -> Values:
             title = t("choose.variant", step=updates, strength=f"{strength:g}") if updates else t("choose.base")
             shown = [(cell.path.relative_to(found.run_dir.path).as_posix(), _text(cell.path)) for cell in cells]
             rows.append((title, [pair if cell.is_drawn else None for pair, cell in zip(shown, cells, strict=True)]))
-    return {"grid_rows": rows, "grid_prompts": grid.prompts if grid else ()}
+    return {"kind": found.kind, "grid_rows": rows, "grid_prompts": grid.prompts if grid else ()}
 
 
 def _text(path: Path) -> str | None:
@@ -339,15 +355,18 @@ def _text(path: Path) -> str | None:
 def _take(ui: UiContext, found: ChooseRun) -> Values:
     from lora_rocm.commands.lora_folders import chosen_folder, found_lora_folders
 
-    folder, best = chosen_folder(), _blind_test(found).best
+    folder, test = chosen_folder(), _blind_test(found)
+    best = test.best if test.is_settled else None  # a voter is not led by the present answer
     kind, run_dir = found.kind, found.run_dir
     steps = [updates for updates, _ in run_dir.checkpoint_loras()]
     step = best.updates if best and best.updates in steps else steps[-1] if steps else None
+    is_blind = test.pair is not None and not test.is_settled
     curve = _held_out(ui, run_dir) if kind == TEXT else []
     return {
         "kind": kind,
         "losses": [(updates, _loss_at(curve, updates)) for updates in steps],
         "is_measured": bool(curve),
+        "is_blind": is_blind,
         "export_key": export_key(ui, run_dir),
         "steps": steps,
         "best": best,
@@ -369,11 +388,6 @@ def _file_of(run_dir: RunDir, step: str) -> Path:
         fix = "The page of the run lists its files."
         raise UserError("file-unknown", "There is no LoRA file of this step.", where=step[:40], fix=fix)
     return path
-
-
-def _copy_name(run_dir: RunDir, path: Path) -> str:
-    """Return a name with the name of the file's run."""
-    return f"{run_dir.path.name}-{path.name}"
 
 
 def _numbers(where: str, text: str) -> list[float]:

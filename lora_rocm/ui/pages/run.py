@@ -27,7 +27,7 @@ from lora_rocm.ui.part import Part
 from lora_rocm.ui.rendering import fragment, page, url
 from lora_rocm.ui.run_details import ShownDetails, details_of, logs_of, previews_of
 from lora_rocm.ui.run_family import parent_of
-from lora_rocm.ui.run_files import result_folders, result_paths, savable
+from lora_rocm.ui.run_files import download_name, result_folders, result_paths, savable
 from lora_rocm.ui.run_list import newest_runs, run_names
 from lora_rocm.ui.thumbnails import MEDIA_TYPE, SIDES_PX, thumbnail
 
@@ -131,7 +131,7 @@ def download(request: Request) -> Response:
     if path not in savable(context_of(request).views.of(run_dir)):
         fix = "The page of the run lists its files."
         raise UserError("file-unknown", "This is not a result file of the run.", where=str(path), fix=fix)
-    return FileResponse(path, filename=path.name, media_type="application/octet-stream")
+    return FileResponse(path, filename=download_name(run_dir, path), media_type="application/octet-stream")
 
 
 def report(request: Request) -> Response:

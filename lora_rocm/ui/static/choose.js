@@ -1,4 +1,4 @@
-// The keys of the blind test: 1 and 2 for a picture, 0 for a tie.
+// The keys of the blind test: 1 and 2 for a picture, 0 for a tie. The ranking opens when the votes are enough.
 
 document.addEventListener("keydown", (event) => {
   if (event.repeat || event.ctrlKey || event.altKey || event.metaKey) return;
@@ -7,4 +7,12 @@ document.addEventListener("keydown", (event) => {
   if (button === null || document.querySelector("#test .htmx-request") !== null) return;
   event.preventDefault();
   button.click();
+});
+
+// The ranking opens by itself once, when the votes are enough.
+let wasEnough = document.querySelector("#test [data-settled]") !== null;
+document.addEventListener("htmx:after:swap", () => {
+  const isEnough = document.querySelector("#test [data-settled]") !== null;
+  if (isEnough && !wasEnough) document.getElementById("answer").open = true;
+  wasEnough = isEnough;
 });

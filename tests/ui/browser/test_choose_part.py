@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lora_rocm.rundir.clicks import read_clicks
 from tests.ui.browser.conftest import Tab
-from tests.ui.drawn_grid import STEPS, with_grid
+from tests.ui.drawn_grid import STEPS, made_answers, with_files, with_grid, with_text_recipe
 
 WIDTHS_PX = (360, 1280, 2560)
 
@@ -28,10 +29,11 @@ def test_a_taste_is_found_with_the_keys(tab: Tab, tmp_path: Path, monkeypatch: p
     page.set_viewport_size({"width": 1280, "height": 900})
     page.locator("#answer summary").click()
     assert tab.axe() == []
+    page.locator("#answer summary").click()
     # One vote by mouse, one taken back, the others by keys
     page.get_by_role("button", name="Picture 1").click()
     page.locator("#votes", has_text="Votes: 1.").wait_for()
-    page.locator("#ranking tbody tr").first.wait_for()
+    page.locator("#ranking tbody tr").first.wait_for(state="attached")
     page.get_by_role("button", name="Take the last vote back").click()
     page.locator("#votes", has_text="Votes: 0.").wait_for()
     for number in range(1, 120):
@@ -50,9 +52,10 @@ def test_a_taste_is_found_with_the_keys(tab: Tab, tmp_path: Path, monkeypatch: p
         )
         page.keyboard.press("1" if value[0] > value[1] else "2")
         page.locator("#votes", has_text=f"Votes: {number}.").wait_for()
-        if "will not change" in page.locator("#votes").inner_text():
+        if page.locator("[data-settled]").count():
             break
-    settled = re.search(r"Step (\d+) at strength", page.locator("#votes").inner_text())
+    settled = re.search(r"step (\d+) at strength", page.locator("[data-settled]").inner_text())
+    assert page.evaluate("document.getElementById('answer').open")
     assert settled is not None and int(settled[1]) == STEPS[-1] and len(read_clicks(run_dir)) == number
     # Two votes on one pair count once; keys in a field do not vote
     page.get_by_label("Prompts").press("1")
@@ -69,3 +72,26 @@ def test_a_taste_is_found_with_the_keys(tab: Tab, tmp_path: Path, monkeypatch: p
     assert tab.axe() == []
     page.emulate_media(color_scheme="dark")
     assert tab.axe() == []
+
+
+def test_votes_keep_the_exports_and_their_buttons(tab: Tab) -> None:
+    """A vote exchanges parts of the page. Text areas that the user has resized have a style, which is not copied."""
+    run_dir = with_files(tab.run("answers"))
+    with_text_recipe(run_dir, tab.folder)
+    made_answers(run_dir, ["hello", "bye"])
+
+    def with_button(route: Any) -> None:
+        answer = route.fetch()
+        text = '<div class="command"><code>a</code><copy-button id="kept" data-copy="Copy"></copy-button></div>'
+        route.fulfill(response=answer, body=answer.text() + text)
+
+    tab.page.route("**/choose/take*", with_button)
+    page = tab.open("/choose/run?dir=runs%2Fanswers")
+    page.locator("#exports form").wait_for()
+    for number in (1, 2):
+        page.evaluate("for (const each of document.querySelectorAll('[id]')) each.style.width = ''")
+        page.locator("button.picture").first.click()
+        page.locator("#votes", has_text=f"Votes: {number}.").wait_for()
+        page.locator("#kept button").wait_for()
+        tab.settle()
+    assert page.locator("#exports form").count() == 1
