@@ -211,6 +211,23 @@ def test_deleting_a_run_follows_no_link(site: Site, tmp_path: Path) -> None:
     assert keep.read_text(encoding="utf-8") == "mine" and not site.run_dir("a-run").path.exists()
 
 
+@pytest.mark.parametrize("action", ["delete", "rename", "archive"])
+def test_a_link_to_a_run_moves_and_deletes_nothing(action: str, site: Site) -> None:
+    kept = site.run("a-run").path
+    link = kept.with_name("link")
+    link.symlink_to(kept, target_is_directory=True)
+    for text in ("runs/link", "runs/link/samples/..", str(link)):
+        answer = site.client.post(f"/runs/{action}", params={"dir": text}, data={"name": "x"})
+        assert code_of(answer.text) == "link-refused", text
+    assert kept.is_dir() and link.is_symlink()
+
+
+@pytest.mark.parametrize("address", ["/images/view", "/runs/view", "/recipe/present"])
+def test_a_name_that_no_file_can_have_is_refused(address: str, site: Site) -> None:
+    answer = site.client.get(address, params={"dir": "x" * 300, "file": "x" * 300 + ".yaml"})
+    assert answer.status_code < 500 and code_of(answer.text) not in ("", "page-failed")
+
+
 def test_stop_writes_the_file_that_asks_the_worker(site: Site) -> None:
     run_dir = site.run()
     with locked(run_dir):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,18 +179,22 @@ async def click(request: Request) -> Response:
     return await run_in_threadpool(_clicked, request, token, preferred)
 
 
+_voting = threading.Lock()
+"""From the shown pair to its vote in the file: of two votes on one pair, the second is refused."""
+
+
 def _clicked(request: Request, token: str, preferred: str) -> Response:
     from lora_rocm.report.blind_test import click_on, ties_after
 
     found = _open(request)
-
-    run_dir, test = found.run_dir, _blind_test(found)
-    pair, chosen = test.pair, next((each for each in PREFERRED if each == preferred), None)
-    if pair is None or pair.token != token or chosen is None:
-        return _old(request)
-    click = click_on(pair, chosen, run_dir.path, time.time())
-    for each in (click, *ties_after(test.pictures, [*test.clicks, click], run_dir.path)):
-        add_click(run_dir, each.prompt, each.first, each.second, each.preferred, automatic=each.automatic)
+    with _voting:
+        run_dir, test = found.run_dir, _blind_test(found)
+        pair, chosen = test.pair, next((each for each in PREFERRED if each == preferred), None)
+        if pair is None or pair.token != token or chosen is None:
+            return _old(request)
+        click = click_on(pair, chosen, run_dir.path, time.time())
+        for each in (click, *ties_after(test.pictures, [*test.clicks, click], run_dir.path)):
+            add_click(run_dir, each.prompt, each.first, each.second, each.preferred, automatic=each.automatic)
     return _voted(request, found)
 
 
@@ -201,10 +206,11 @@ async def undo(request: Request) -> Response:
 
 def _undone(request: Request, token: str) -> Response:
     found = _open(request)
-    pair = _blind_test(found).pair
-    if pair is None or pair.token != token:
-        return _old(request)
-    undo_click(found.run_dir)
+    with _voting:
+        pair = _blind_test(found).pair
+        if pair is None or pair.token != token:
+            return _old(request)
+        undo_click(found.run_dir)
     return _voted(request, found)
 
 
