@@ -88,7 +88,8 @@ def own_frames(text: str) -> list[str]:
 
 
 WAITING = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
 class Waiting:
     def find_spec(self, name, path=None, target=None):
         if name == "lora_rocm.errors":
@@ -96,7 +97,7 @@ class Waiting:
             time.sleep(60)
 sys.meta_path.insert(0, Waiting())
 """
-"""The import of the commands waits for the signal in its middle."""
+"""The import of the commands waits for the signal in its middle. A shell's background job ignores it otherwise."""
 
 
 @interrupts
