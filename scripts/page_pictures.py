@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from PIL import Image
 
 from lora_rocm.commands.comparison_grid import draw_missing, new_request, open_grid, save_request
 from lora_rocm.commands.tries import TryValues, draw_try, tries_of
-from lora_rocm.rundir.clicks import Side, add_click, read_clicks
+from lora_rocm.rundir.clicks import Click, Side, add_click, read_clicks
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.queue_dir import QueueDir
 from lora_rocm.ui.server import PageServer
@@ -112,7 +113,7 @@ def vote(run_dir: RunDir, cells: list[Any]) -> None:
             Side(each.updates, each.strength, each.path.relative_to(run_dir.path).as_posix())
             for each in (first, second)
         ]
-        add_click(run_dir, f"prompt {number}", sides[0], sides[1], later)
+        add_click(run_dir, Click(f"prompt {number}", sides[0], sides[1], later, time.time()))
 
 
 def no_action(page: Any) -> None:

@@ -53,15 +53,13 @@ class Click:
     automatic: bool = False
 
 
-def add_click(
-    run_dir: RunDir, prompt: str, first: Side, second: Side, preferred: Preferred, *, automatic: bool = False
-) -> None:
-    """Append a vote. ``automatic``: see ``Click``.
+def add_click(run_dir: RunDir, click: Click) -> None:
+    """Append a vote.
 
     Raises:
         StorageError: it cannot be written.
     """
-    _append(run_dir, asdict(Click(prompt, first, second, preferred, time.time(), automatic)))
+    _append(run_dir, asdict(click))
 
 
 def undo_click(run_dir: RunDir) -> None:

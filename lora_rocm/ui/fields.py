@@ -56,3 +56,16 @@ def number_of(given: Mapping[str, str], where: str) -> float:
         what = "This is not a number."
         raise UserError("number-wrong", what, where=f"{where}: {text:.40}", fix="Write a number such as 1.")
     return value
+
+
+def whole_number_of(given: Mapping[str, str], where: str) -> int:
+    """Return the whole number in a field.
+
+    Raises:
+        UserError: number-wrong: it is not a whole number.
+    """
+    value = number_of(given, where)
+    if value != int(value):
+        fix = "Write a number such as 1."
+        raise UserError("number-wrong", "This is not a whole number.", where=f"{where}: {value:g}", fix=fix)
+    return int(value)

@@ -47,11 +47,11 @@ def examined_table(table: Path) -> ArrivedTable:
     from lora_rocm.dataset.sources.text_scan import count_table
 
     try:
-        found, first = count_table(str(table))
+        found = count_table(str(table))
     except DataError as error:
         return ArrivedTable(0, 0, (), None, Failure.of(error))
     problem = next(iter(found.aside.first), None)
-    return ArrivedTable(found.of_source.total(), found.aside.count, parts_of(read(first)), problem, None)
+    return ArrivedTable(found.of_source.total(), found.aside.count, parts_of(read(found.first)), problem, None)
 
 
 def parts_of(record: Record) -> list[tuple[str, str]]:

@@ -149,6 +149,7 @@ def test_errors_are_those_of_the_command(file_format: str, step: str, code: str,
     begin(site, file_format, step)
     assert code_of(ended(site)) == code and child.jobs == []
     assert code_of(begin(site, "peft", "x")) == "number-wrong"
+    assert code_of(begin(site, "peft", "20.7")) == "number-wrong", "it would have been taken as step 20"
     assert not run_dir.earlier_exports(0).parent.exists()
     assert site.get("/runs/exports", **RUN, step="9" * 5000).count("selected") == 1
 

@@ -111,6 +111,7 @@ def test_both_sides_are_drawn_and_the_base_only_once(site: Site, drawn: list[Sim
         ({"strength": "inf"}, "number-wrong"),
         ({"strength": "101"}, "try-value"),
         ({"seed": "-1"}, "try-value"),
+        ({"seed": "1.5"}, "number-wrong"),
         ({"seed": "1e12"}, "try-value"),
         ({"steps": "0"}, "try-value"),
     ],

@@ -116,11 +116,13 @@ class TextCount:
         of_source: number of usable texts by index of the source.
         ``aside``: the unusable texts.
         notices: sentences for the user, as in ``Scan.notices``.
+        first: the first usable text (``records.read``).
     """
 
     of_source: Counter[int] = field(default_factory=Counter)
     aside: SkippedTexts = field(default_factory=SkippedTexts)
     notices: Sequence[str] = ()
+    first: str = ""
 
 
 def find_samples(recipe: Recipe, report: Report = ignore, *, copies: bool = True, parts: Parts = _whole) -> Scan:
@@ -157,25 +159,16 @@ def scan_texts(data: DataSection, report: Report = ignore, parts: Parts = _whole
 
 
 def count_texts(recipe: Recipe) -> TextCount:
-    """Count the texts of all sources. Each text is read once, and none stays in memory.
+    """Count the texts of all sources. Each text is read once, and only the first stays in memory.
 
     Raises:
         DataError: see ``scan_texts``.
     """
-    found, notes = TextCount(), Notes()
-    for each in texts_of(recipe.data, notes, pairs=recipe.objective.compares_pairs):
-        if isinstance(each, Problem):
-            found.aside.add(each)
-        else:
-            found.of_source[each.sample.source] += 1
-    if not found.of_source:
-        raise found.aside.all_of_them
-    found.notices = notes.notices
-    return found
+    return _counted(recipe.data, pairs=recipe.objective.compares_pairs)
 
 
-def count_table(dataset: str) -> tuple[TextCount, str]:
-    """Count the texts of a table that no recipe names yet. Return them and the first usable text (``records.read``).
+def count_table(dataset: str) -> TextCount:
+    """Count the texts of a table that no recipe names yet.
 
     If its first row is a pair of answers, pairs are counted, as in the recipe that ``lora-rocm new`` chooses.
 
@@ -183,18 +176,22 @@ def count_table(dataset: str) -> tuple[TextCount, str]:
         DataError: see ``scan_texts``.
     """
     data = DataSection.model_validate({"sources": [{"dataset": dataset}]})
-    pairs = begins_with_pair(data.resolved_sources()[0])
-    found, notes, first = TextCount(), Notes(), None
+    return _counted(data, pairs=begins_with_pair(data.resolved_sources()[0]))
+
+
+def _counted(data: DataSection, *, pairs: bool) -> TextCount:
+    found, notes = TextCount(), Notes()
     for each in texts_of(data, notes, pairs=pairs):
         if isinstance(each, Problem):
             found.aside.add(each)
             continue
-        first = each.sample.caption if first is None else first
+        if not found.of_source:
+            found.first = each.sample.caption
         found.of_source[each.sample.source] += 1
-    if first is None:
+    if not found.of_source:
         raise found.aside.all_of_them
     found.notices = notes.notices
-    return found, first
+    return found
 
 
 def begins_with_pair(source: ResolvedSource) -> bool:

@@ -26,6 +26,7 @@ from lora_rocm.ui.free_gpu import require_room, running_runs
 from lora_rocm.ui.pages.run_exports import export_key
 from lora_rocm.ui.part import Part
 from lora_rocm.ui.rendering import fragment, is_fragment, page, problem
+from lora_rocm.ui.run_details import TEXT
 from lora_rocm.ui.run_files import download_name
 from lora_rocm.ui.run_list import newest_runs
 from lora_rocm.ui.thumbnails import MEDIA_TYPE, SIDES_PX, thumbnail
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 LIST, VIEW = "choose.html.j2", "choose_run.html.j2"
 MOST_FILES = 8
 USUAL_STRENGTHS = (0.6, 0.8, 1.0)
-TEXT = "text"
-"""The preview of a language model."""
 MAX_TEXT_BYTES = 1 << 16
 Values = dict[str, Any]
 """Values of a block of the template."""
@@ -194,7 +193,7 @@ def _clicked(request: Request, token: str, preferred: str) -> Response:
             return _old(request)
         click = click_on(pair, chosen, run_dir.path, time.time())
         for each in (click, *ties_after(test.pictures, [*test.clicks, click], run_dir.path)):
-            add_click(run_dir, each.prompt, each.first, each.second, each.preferred, automatic=each.automatic)
+            add_click(run_dir, each)
     return _voted(request, found)
 
 

@@ -189,9 +189,8 @@ async def rename(request: Request) -> Response:
 
     from lora_rocm.supervisor.manage_runs import rename_run
 
-    return _moved(
-        request, await run_in_threadpool(rename_run, _run_itself(request).path, await text_of(request, "name"))
-    )
+    run, name = _run_itself(request).path, await text_of(request, "name")
+    return _moved(request, await run_in_threadpool(rename_run, run, name))
 
 
 def archive(request: Request) -> Response:

@@ -15,7 +15,7 @@ from lora_rocm.page_parts.texts import t
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.ui.background import Work, key_of
 from lora_rocm.ui.context import UiContext, context_of
-from lora_rocm.ui.fields import fields_of, number_of, query_of, text_of
+from lora_rocm.ui.fields import fields_of, query_of, text_of, whole_number_of
 from lora_rocm.ui.free_gpu import require_room
 from lora_rocm.ui.rendering import fragment
 from lora_rocm.ui.run_files import export_place, files_in
@@ -36,7 +36,7 @@ def shown(request: Request) -> Response:
 async def begin(request: Request) -> Response:
     """Begin an export in the background."""
     file_format = await text_of(request, "format")
-    step = int(number_of({"step": await text_of(request, "step")}, "step"))
+    step = whole_number_of({"step": await text_of(request, "step")}, "step")
     llama_cpp = (await fields_of(request)).get("llama_cpp", "")
     named = llama_cpp.strip() if isinstance(llama_cpp, str) else ""
     return await run_in_threadpool(_begin, request, file_format, step, named)

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from lora_rocm.errors import UserError
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.ui.context import context_of
-from lora_rocm.ui.fields import fields_of, number_of, query_of
+from lora_rocm.ui.fields import fields_of, number_of, query_of, whole_number_of
 from lora_rocm.ui.free_gpu import running_runs
 from lora_rocm.ui.rendering import fragment, is_fragment, page, url
 
@@ -132,7 +132,7 @@ def _sent(request: Request, given: Mapping[str, str]) -> Response:
     run_dir, prompt = _run(request), given.get("prompt", "").strip()
     if not prompt:
         raise UserError("field-missing", "This field is empty.", where="prompt", fix="Write a message.")
-    options, updates = _options(given), int(number_of(given, "file"))
+    options, updates = _options(given), whole_number_of(given, "file")
     require_sane(prompt, options)
     context_of(request).chat.send(run_dir, _source(run_dir, updates), updates, prompt, options)
     return _answer(request, run_dir)
@@ -145,8 +145,8 @@ def _options(given: Mapping[str, str]) -> Options:
         system=given.get("system", "").strip(),
         temperature=number_of(given, "temperature"),
         top_p=number_of(given, "top_p"),
-        max_tokens=int(number_of(given, "max_tokens")),
-        seed=int(number_of(given, "seed")),
+        max_tokens=whole_number_of(given, "max_tokens"),
+        seed=whole_number_of(given, "seed"),
         strength=number_of(given, "strength"),
     )
 

@@ -15,7 +15,7 @@ from lora_rocm.page_parts.texts import t
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.ui.background import Work, key_of
 from lora_rocm.ui.context import context_of
-from lora_rocm.ui.fields import fields_of, number_of, query_of
+from lora_rocm.ui.fields import fields_of, number_of, query_of, whole_number_of
 from lora_rocm.ui.free_gpu import require_room, running_runs
 from lora_rocm.ui.pages import try_chat
 from lora_rocm.ui.part import Part
@@ -109,10 +109,10 @@ def _drawn(request: Request, given: dict[str, str]) -> Response:
         given["prompt"].strip(),
         given.get("negative", "").strip(),
         number_of(given, "strength"),
-        int(number_of(given, "seed")),
-        int(number_of(given, "steps")),
+        whole_number_of(given, "seed"),
+        whole_number_of(given, "steps"),
         given.get("sampler", ""),
-        int(number_of(given, "file")),
+        whole_number_of(given, "file"),
     )
     values.require_sane()
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lora_rocm.rundir.clicks import Side, add_click, read_clicks
+from lora_rocm.rundir.clicks import Click, Side, add_click, read_clicks
 from lora_rocm.rundir.events import EventWriter
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.lock import locked
@@ -127,7 +127,7 @@ def of_vote(tab: Tab, folder: Path) -> None:
     page = tab.open(f"/choose/run?{RUN}")
     token = page.locator("#pair").input_value()
     sides = [Side(step, 1.0, f"grid/{step}.png") for step in STEPS[:2]]
-    add_click(run_dir, PROMPT, *sides, "first")
+    add_click(run_dir, Click(PROMPT, *sides, "first", time.time()))
     votes = len(read_clicks(run_dir))
     page.locator("button.picture").first.click()
     page.locator("#problem .code", has_text="pair-old").wait_for()
