@@ -281,7 +281,10 @@ def test_between_the_click_and_the_first_event_a_run_is_starting(site: Site, mon
         shown = details_of(site.context.views.of(run_dir), site.context.launches.of(run_dir.path))
         assert (shown.is_stopping, shown.activity, shown.phases, shown.progress.eta_s) == (False, "imports", [], None)
         run_dir.ask_to_stop()
-        os.utime(run_dir.stop)
+        launched = site.context.launches.of(run_dir.path)
+        assert launched is not None
+        later_s = launched.began_s + 1  # not the present time: the clock of a machine may be set back
+        os.utime(run_dir.stop, (later_s, later_s))
         assert "disabled" in site.get("/runs/state", dir="runs/a-run")
     # It records events, and ends as a stopped run does: with a code that is not 0
     writer = EventWriter(run_dir.events(), session=2)
