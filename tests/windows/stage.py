@@ -88,6 +88,13 @@ class Stage:
         link.unlink(missing_ok=True)
         link.symlink_to(target)
 
+    def _is_busy(self, log: Path, said: str) -> bool:
+        """Whether Wine did not start a program that is there: the named one, or the silent first look for Python."""
+        calls = [json.loads(row) for row in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []
+        found = [call["program"] for call in calls if call.get("path", "").startswith(windows_path(self.bin))]
+        passed_over = "python" in found and "py" not in found and (self.bin / "py.exe").exists()
+        return passed_over or f"recognize '\"{windows_path(self.root)}\\.venv\\Scripts\\" in said
+
     def run(
         self,
         line: str,
@@ -131,7 +138,7 @@ class Stage:
                 )
                 file.seek(0)
                 said = file.read().decode("utf-8", "replace")
-            if f"recognize '\"{windows_path(self.root)}\\.venv\\Scripts\\" not in said:
+            if not self._is_busy(log, said):
                 break
         assert done.returncode == 0 and log.exists(), f"launch.exe: {done.returncode} {said}"
         entries: list[dict[str, Any]] = [json.loads(row) for row in log.read_text(encoding="utf-8").splitlines()]
