@@ -89,7 +89,7 @@ class Stage:
         link.symlink_to(target)
 
     def _is_busy(self, log: Path, said: str) -> bool:
-        """Whether Wine did not start a program that is there: the named one, or the first Python that the file tries."""
+        """Whether Wine did not start a program that exists: the named one, or the first Python that it tries."""
         calls = [json.loads(row) for row in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []
         found = [call["program"] for call in calls if call.get("path", "").startswith(windows_path(self.bin))]
         passed_over = "python" in found and "py" not in found and (self.bin / "py.exe").exists()
