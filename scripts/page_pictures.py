@@ -168,6 +168,15 @@ IN_DOCS = {
 """Pictures of the documentation, by page, width and colours."""
 
 
+def load_pictures(page: Any) -> None:
+    """Wait for charts and thumbnails, and for the pictures that otherwise load only near the window."""
+    page.wait_for_timeout(1500)
+    page.evaluate("for (const each of document.querySelectorAll('main img[loading=lazy]')) each.loading = 'eager'")
+    pictures = "[...document.querySelectorAll('main img[src]')]"
+    page.evaluate(f"Promise.all({pictures}.map((each) => each.decode().catch(() => null)))")
+    page.wait_for_timeout(300)
+
+
 def take(folder: Path, output: Path, only: str) -> None:
     """Take the pictures of all pages, or of one."""
     from playwright.sync_api import sync_playwright
@@ -186,7 +195,7 @@ def take(folder: Path, output: Path, only: str) -> None:
                 page.emulate_media(color_scheme="light")
                 page.goto(address + path)
                 act(page)
-                page.wait_for_timeout(1500)  # charts and thumbnails
+                load_pictures(page)
                 page.locator(".htmx-request").first.wait_for(state="detached")
                 for theme in ("light", "dark"):
                     page.emulate_media(color_scheme=theme)
