@@ -38,7 +38,7 @@ CHROMIUM = "/usr/bin/chromium"
 RUN = "zibu-run"
 STEPS, STRENGTHS = 300, (0.6, 1.0)
 WIDTHS_PX = {360: 780, 1280: 900, 2560: 1440}
-COLOURS = 160
+COLOURS, FRAME_PX, REPEATS = 256, 208, 12
 
 RECIPE = f"""\
 # A zibu on plain backgrounds
@@ -212,7 +212,13 @@ def reduce_for_docs(output: Path) -> None:
     """Write the pictures of the documentation: one window each, with few colours."""
     for name, source in IN_DOCS.items():
         with Image.open(output / f"{source} window.png") as image:
-            reduced = image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+            shown = image.convert("RGB")
+            # The navigation counts several times, so that large pictures do not take the colours of the page
+            sample = Image.new("RGB", (shown.width + REPEATS * FRAME_PX, shown.height))
+            sample.paste(shown, (0, 0))
+            for number in range(REPEATS):
+                sample.paste(shown.crop((0, 0, FRAME_PX, shown.height)), (shown.width + number * FRAME_PX, 0))
+            reduced = sample.quantize(COLOURS, dither=Image.Dither.NONE).crop((0, 0, *shown.size))
             reduced.save(DOCS / f"{name}.png", optimize=True)
 
 
