@@ -4,7 +4,7 @@ A process that knows a step's launches needs a model, and seconds of imports. On
 So one process records the launches on the meta device, and others compile the programs (``kernel_processes``).
 
 A tensor is recorded as its dtype, the remainder of its address by 16, and the size of its memory. A program depends on
-nothing else of it. It is made again on the meta device.
+no other property. The compiling process creates a tensor with the same properties on the meta device.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def recorded() -> Iterator[list[Launch]]:
     """Within this context, kernels are recorded and not launched. Yields the growing list, one launch per program.
 
     Raises:
-        TypeError: a kernel is called with an argument of another type than those of ``Launch``.
+        TypeError: a kernel has an argument that is neither a tensor nor a JSON value.
     """
     from triton import JITFunction
 
@@ -58,8 +58,8 @@ def recorded() -> Iterator[list[Launch]]:
         key = _key(kernel, arguments, options)
         if key not in known:
             known.add(key)
-            told = {name: _told(value) for name, value in options.items()}
-            found.append(Launch(kernel.fn.__module__, kernel.fn.__name__, [*map(_told, arguments)], told))
+            values = {name: _as_json(value) for name, value in options.items()}
+            found.append(Launch(kernel.fn.__module__, kernel.fn.__name__, [*map(_as_json, arguments)], values))
 
     JITFunction.run = record
     try:
@@ -95,7 +95,7 @@ def _kind(value: object) -> object:
             return type(value).__name__
 
 
-def _told(value: object) -> Any:
+def _as_json(value: object) -> Any:
     """Return an argument as JSON."""
     match value:
         case Tensor():
@@ -122,7 +122,7 @@ def kernel_of(launch: Launch) -> JITFunction[Any]:
 
 
 def argument(value: Any) -> Any:
-    """Return a recorded argument. A tensor is made again on the meta device, with another multiple of 16 as address."""
+    """Return the argument for a recorded one. A tensor is on the meta device, where addresses begin at 0."""
     if not isinstance(value, dict):
         return value
     dtype = getattr(torch, value[DTYPE])

@@ -403,7 +403,8 @@ class Launch:
 
     Attributes:
         module, kernel: names of the module and of the kernel in it.
-        arguments, options: what the kernel is called with. A tensor is a dictionary (``checks.recorded_launches``).
+        arguments, options: the kernel's arguments by position and by name. A tensor is a dictionary
+            (``checks.recorded_launches``).
     """
 
     module: str
