@@ -382,7 +382,7 @@ def test_processes_start_only_if_there_may_be_kernels_to_compile(monkeypatch: py
     memory.remember([GELU.kernel])
     with compilers_for(GPU, BF16, memory) as compilers:
         assert compilers is not None
-            assert {*compilers._waiting} == {CaseRequest(str(case)) for case in (GELU, FINGERPRINTS)}
+        assert {*compilers._waiting} == {CaseRequest(str(case)) for case in (GELU, FINGERPRINTS)}
     with compilers_for(GPU, BF16, memory, step=lambda: STEP) as compilers:
         assert compilers is not None
     assert started == [6, 2, 6]
