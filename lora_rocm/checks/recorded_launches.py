@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -95,7 +95,7 @@ def _kind(value: object) -> object:
             return type(value).__name__
 
 
-def _as_json(value: object) -> Any:
+def _as_json(value: object) -> object:
     """Return an argument as JSON."""
     match value:
         case Tensor():
@@ -107,7 +107,7 @@ def _as_json(value: object) -> Any:
             raise TypeError(f"no process can compile a kernel for a {type(value).__name__}")
 
 
-def kernel_of(launch: Launch) -> JITFunction[Any]:
+def kernel_of(launch: Launch) -> JITFunction:
     """Return the kernel of a launch.
 
     Raises:
@@ -121,10 +121,10 @@ def kernel_of(launch: Launch) -> JITFunction[Any]:
     return found
 
 
-def argument(value: Any) -> Any:
+def argument(value: object) -> object:
     """Return the argument for a recorded one. A tensor is on the meta device, where addresses begin at 0."""
     if not isinstance(value, dict):
         return value
-    dtype = getattr(torch, value[DTYPE])
+    dtype: torch.dtype = getattr(torch, value[DTYPE])
     memory = torch.empty(value[BYTES] // dtype.itemsize, dtype=dtype, device="meta")
     return memory[value[START] // dtype.itemsize :]

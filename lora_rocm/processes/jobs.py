@@ -409,8 +409,8 @@ class Launch:
 
     module: str
     kernel: str
-    arguments: list[Any]
-    options: dict[str, Any]
+    arguments: list[Any]  # untyped: JSON values
+    options: dict[str, Any]  # untyped: JSON values
 
 
 @dataclass(frozen=True)
