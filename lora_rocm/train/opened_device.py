@@ -6,6 +6,7 @@ the driver loads or compiles it and other Python code can run.
 
 from __future__ import annotations
 
+from importlib import import_module
 from threading import Thread
 
 import torch
@@ -17,11 +18,18 @@ from lora_rocm.hardware.settings import Settings
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.run_context import RunContext
 
+LATE_IMPORT = "torch.fx.experimental.symbolic_shapes"
+"""Module that ``torch.autograd.grad`` imports at its first call."""
+
 
 class OpenedDevice:
-    """The device of a start. The thread imports no package: the importing thread may have imported it in part."""
+    """The device of a start.
+
+    The thread imports no package, because the main thread may be importing the same package and have half of it.
+    """
 
     def __init__(self, device: torch.device, settings: Settings, recipe: Recipe, context: RunContext) -> None:
+        import_module(LATE_IMPORT)
         self._device, self._settings, self._recipe, self._context = device, settings, recipe, context
         self._found: tuple[torch.dtype, Settings] | Exception | None = None
         self._thread = Thread(target=self._open, daemon=True, name="device")

@@ -128,14 +128,14 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
     if recipe.runtime.deterministic:
         torch.use_deterministic_algorithms(True)
     apply(settings, device, wakes_later=True)
-    opening = OpenedDevice(device, settings, recipe, session.context)
-    # Start to count the step's memory, which takes as long as the imports below
+    # Start to count the step's memory and to open the device, which take as long as the imports below
     counting = None
     if me.rank == 0:
         recipe_file = options.recipe or recipe_to_train(session.run_dir)
         counting = footprint_process(recipe_file, recipe.cache.dir, device.type == "cuda")
     if counting is not None:
         session.at_close.callback(counting.close)
+    opening = OpenedDevice(device, settings, recipe, session.context)
     # Heavy imports, only once the lock is held and errors can be recorded
     from lora_rocm.families.base import family_for
     from lora_rocm.kernels.backend import available
