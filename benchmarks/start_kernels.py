@@ -2,8 +2,8 @@
 
     python -m benchmarks.start_kernels ROOT FAMILY [--target cuda:90:32] [--processes 4]
 
-FAMILY: sdxl, flux-int8, flux-bf16, z-image or llama-nf4, at full size, with a LoRA of rank 16 in bf16. The processes
-are those of a start (``memory.footprint_process``, ``checks.kernel_processes``), with empty caches under ROOT.
+FAMILY: sdxl, flux-int8, flux-bf16, z-image or llama-nf4, at full size, with a LoRA of rank 16 in bf16. A start has the
+same processes (``memory.footprint_process``, ``checks.kernel_processes``). Their caches under ROOT are empty.
 ``--target``: a GPU as Triton names it, such as hip:gfx1100:32. ``--processes``: number of compiling processes; by
 default the number for this machine.
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import shutil
 import sys
 import time
@@ -79,7 +78,7 @@ def measure(root: Path, name: str, target: Sequence[str], processes: int | None)
     kernel_processes.STEP_LIMIT_S = footprint_process.LIMIT_S = LIMIT_S
     backend, arch, warp_size = target
     count, recipe = processes or count_here(), recipe_of(root, name)
-    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    before, began = os.times(), time.perf_counter()
     row: dict[str, Any] = {"family": name, "target": ":".join(target), "processes": count}
     # As a start does: both kinds of processes at the same time
     listing = FootprintProcess(recipe)
@@ -100,8 +99,8 @@ def measure(root: Path, name: str, target: Sequence[str], processes: int | None)
     row["counted_s"] = round(time.perf_counter() - began, 2)
     compilers.close()
     listing.close()
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    row["processor_s"] = round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 2)
+    after = os.times()  # of children it has no times on Windows
+    row["processor_s"] = round(sum(after[2:4]) - sum(before[2:4]), 2)
     return row
 
 
