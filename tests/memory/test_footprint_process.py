@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from lora_rocm.memory.footprint_process import FootprintProcess, footprints_file
 from lora_rocm.processes.jobs import CountRequest, Launch, StepLaunches, count_request, request_line
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import load_model
 from lora_rocm.train.context import StartContext
 
@@ -197,6 +199,39 @@ def test_loading_waits_only_for_its_own_shape(
     monkeypatch.setattr(load_model, "decide", lambda *_: process.calls.append("decide") or mock.MagicMock())
     load_model.choose_memory(cast(StartContext, start), family_for(recipe), [shape])
     assert process.calls == [*calls, "decide"]
+
+
+@pytest.mark.parametrize("has_cores", [True, False])
+def test_launches_are_listed_also_where_the_memory_was_counted_before(
+    has_cores: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver or a library may have changed since."""
+    made = list[Listing]()
+
+    class Listing:
+        def __init__(self, recipe: Path) -> None:
+            self.recipe, self.asked, self.is_closed = recipe, list[CountRequest](), False
+            made.append(self)
+
+        def ask(self, request: CountRequest) -> None:
+            self.asked.append(request)
+
+        def launches(self) -> StepLaunches:
+            return LISTED
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    monkeypatch.setattr(load_model, "FootprintProcess", Listing)
+    monkeypatch.setattr(load_model, "can_help", lambda: has_cores)
+    session: Any = SimpleNamespace(run_dir=RunDir(tmp_path), at_close=ExitStack())
+    start: Any = SimpleNamespace(counting=None, session=session, dtype=torch.bfloat16, settings=Settings())
+    assert load_model._launches_of_step(start) == (LISTED if has_cores else None)
+    assert [each.asked for each in made] == ([[BF16]] if has_cores else [])
+    session.at_close.close()
+    assert all(each.is_closed for each in made), "no process outlives the run"
+    start.counting = Listing(tmp_path)
+    assert load_model._launches_of_step(start) == LISTED and not made[-1].asked, "the worker has asked it"
 
 
 @pytest.mark.slow
