@@ -110,6 +110,8 @@ def prepare_without_training(start: StartContext) -> None:
         with session.phase("load"):
             memory = choose_memory(start, family, data.prepared.facts.bucket_counts)
             choose_kernels(start, memory, compilers, waits=True)
+            if compilers is not None:
+                compilers.wait_for_step(lambda: start.context.beat("load"))
 
 
 def _require_trainable(start: StartContext, family: ModelFamily) -> None:
