@@ -51,6 +51,8 @@ class OpenedDevice:
     def _open(self) -> None:
         device, settings, recipe = self._device, self._settings, self._recipe
         try:
+            if device.index:
+                torch.cuda.set_device(device)  # each thread has its own current device
             wake(device, settings)
             dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
             # Before the first encoder computes with it

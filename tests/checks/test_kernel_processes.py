@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import subprocess
 import sys
 import threading
 import time
@@ -327,6 +328,13 @@ def test_a_step_finds_the_kernels_of_all_processes(target: CompileTarget, tmp_pa
 
     assert missing(target) == []
     assert missing(CompileTarget("hip", "gfx1201", 32)), "the control: kernels for another GPU are not in the cache"
+
+
+def test_a_compiling_process_imports_no_model() -> None:
+    program = "import lora_rocm.checks.kernel_compiler, json, sys; print(json.dumps([*sys.modules]))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300)
+    modules = {*json.loads(done.stdout.splitlines()[-1])}
+    assert "torch" in modules and modules.isdisjoint({"transformers", "diffusers", "peft", "accelerate", "sympy"})
 
 
 def assert_it_compiles_nothing(made: KernelCompilers) -> None:

@@ -71,6 +71,17 @@ def test_it_opens_while_this_thread_goes_on(recipe: Recipe, monkeypatch: pytest.
     assert given == [(CPU, (torch.bfloat16, torch.float32))]
 
 
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_thread_uses_the_gpu_of_its_rank(index: int, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = list[object]()
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(opened_device, "wake", lambda *given: None)
+    monkeypatch.setattr(opened_device, "checked_attention", lambda settings, *given: settings)
+    device = torch.device("cuda", index)
+    assert OpenedDevice(device, PLANNED, recipe, NOBODY).result() == (torch.bfloat16, PLANNED)
+    assert chosen == ([device] if index else [])
+
+
 @pytest.mark.parametrize(
     "error",
     [
