@@ -20,14 +20,14 @@ from lora_rocm.rundir.layout import RunDir
 from tests.event_lines import read_events
 from tests.families.causal_lm.adapted import Adapted, recipe_of
 from tests.tiny_llm import write_tiny_llm
-from tests.train.runs import bytes_of, losses_of, start
+from tests.train.runs import losses_of, start
 
 CPU = torch.device("cpu")
 IDS_BS = torch.tensor([[3, 1, 3], [9, 0, 7]])
 
 
-def recipe_in(folder: Path) -> Recipe:
-    write_tiny_llm(folder / "model")
+def recipe_in(folder: Path, max_train_steps: int = 4, **changed: Any) -> Recipe:
+    write_tiny_llm(folder / "model", **changed)
     data = folder / "texts.jsonl"
     lines = (f'{{"prompt": "What is number {number}?", "completion": "zibu {number}"}}\n' for number in range(10))
     data.write_text("".join(lines), encoding="utf-8")
@@ -37,7 +37,13 @@ def recipe_in(folder: Path) -> Recipe:
             "data": {"sources": [{"dataset": str(data)}], "validation_split": 0.2},
             "lora": {"rank": 2},
             "optim": {"learning_rate": 1e-3},
-            "train": {"max_train_steps": 4, "batch_size": 2, "gradient_accumulation_steps": 2, "mixed_precision": "no"},
+            "train": {
+                "max_train_steps": max_train_steps,
+                "validation_every_n_steps": 2,
+                "batch_size": 2,
+                "gradient_accumulation_steps": 2,
+                "mixed_precision": "no",
+            },
             "sample": {"every_n_steps": 2, "prompts": ["a zibu"], "steps": 4},
             "cache": {"dir": str(folder / "cache")},
             "output": {"save_every_n_steps": 2},
@@ -71,7 +77,8 @@ def test_a_run_has_equal_bytes_with_the_embedding_in_main_memory_and_after_a_res
     assert not start(recipe, tmp_path / "rows", stop_at=2)
     assert start(recipe, tmp_path / "rows")
     assert sent, "the control: rows were sent"
-    assert bytes_of(tmp_path / "rows") == bytes_of(tmp_path / "plain")
+    result = Path("peft", "model", "adapter_model.safetensors")
+    assert (tmp_path / "rows" / result).read_bytes() == (tmp_path / "plain" / result).read_bytes()
     assert losses_of(tmp_path / "rows") == losses_of(tmp_path / "plain")
     assert held_out(tmp_path / "rows") == held_out(tmp_path / "plain") != []
     assert shown(tmp_path / "rows") == shown(tmp_path / "plain")
