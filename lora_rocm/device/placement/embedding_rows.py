@@ -84,7 +84,7 @@ class EmbeddingRows:
         transfer.checks += len(ids_N)
         return rows_ND.view(*ids.shape, -1)
 
-    def _looked_up(self, ids: Tensor) -> Tensor:
+    def _looked_up(self, input: Tensor) -> Tensor:
         """Look up rows outside a batch, as for previews."""
-        rows_ND = self._weight.data.index_select(0, ids.reshape(-1).cpu())
-        return self._transfer.send_checked(rows_ND, self.table.name).view(*ids.shape, -1)
+        rows_ND = self._weight.data.index_select(0, input.reshape(-1).cpu())
+        return self._transfer.send_checked(rows_ND, self.table.name).view(*input.shape, -1)
