@@ -170,7 +170,7 @@ class Bench:
             batch["labels"].copy_(ids)
         draws = self.family.objective.draw(batch, list(range(self.rows))).tensors
         batch["weight"] = torch.full((self.rows,), 1.0 / self.rows)
-        rows = {} if self.transfer.beside is None else self.transfer.beside(batch)
+        rows = {} if self.transfer.extra is None else self.transfer.extra(batch)
         return (
             {**{name: t.to(self.device) for name, t in batch.items()}, **rows},
             {name: t.to(self.device) for name, t in draws.items()},

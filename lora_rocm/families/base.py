@@ -152,7 +152,7 @@ class LooksUpTokens(Protocol):
     """A family with a token embedding that may stay in main memory."""
 
     def token_table(self, model: LoadedModel) -> TokenTable | None:
-        """Return the token embedding, or None if more than the rows of a batch's tokens is needed of it."""
+        """Return the token embedding, or None if more than the rows of a batch's tokens is needed."""
 
 
 def token_table(family: object, model: LoadedModel) -> TokenTable | None:

@@ -118,7 +118,7 @@ def test_lookups_outside_a_batch_give_the_same_rows() -> None:
     assert torch.equal(table(IDS_BS), table.weight[IDS_BS])
     assert transfer.send({"noise": torch.zeros(2, 3)}, {"noise": fingerprint(torch.zeros(2, 3))})[0].keys() == {"noise"}
     rows.close()
-    assert transfer.beside is None and torch.equal(table(IDS_BS), table.weight[IDS_BS])
+    assert transfer.extra is None and torch.equal(table(IDS_BS), table.weight[IDS_BS])
 
 
 @pytest.mark.parametrize(("name", "moves"), [("llama", True), ("smollm", False), ("gemma3", False)])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lora_rocm.device.transfer import DeviceTransfer, fingerprint, salted, whole_fingerprint
 
 ROWS = "embedding_rows"
-"""Name of the rows in a batch. Their shape is that of the token ids, and D."""
+"""Name of the rows in a batch. They have the shape of the token ids, with D as last dimension."""
 ROWS_AT_ONCE = 4096
 """Number of rows with fingerprints that are computed together, to limit memory."""
 
@@ -55,12 +55,12 @@ class EmbeddingRows:
         self._weight.data = weight_VD
         self._sums_V = torch.cat([fingerprint(rows_RD) for rows_RD in weight_VD.split(ROWS_AT_ONCE)])
         table.module.forward = self._looked_up  # type: ignore[method-assign]
-        transfer.beside = self.sent
+        transfer.extra = self.sent
 
     def close(self) -> None:
         """Stop sending rows. The weight stays a CPU tensor."""
         del self.table.module.forward
-        self._transfer.beside = None
+        self._transfer.extra = None
 
     def changed(self) -> list[str]:
         """Return the weight's name if its bytes in main memory have changed."""

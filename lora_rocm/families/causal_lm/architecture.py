@@ -228,7 +228,7 @@ def decoder(model: nn.Module) -> Any:
 
 
 def plain_embedding(model: nn.Module) -> tuple[str, nn.Embedding] | None:
-    """Return path and module of the token embedding if its rows are all that a pass needs of it, else None.
+    """Return path and module of the token embedding if a pass needs only its rows, else None.
 
     The output head must not use it, it must be frozen without an adapter or new tokens, and not scale its rows.
     """
