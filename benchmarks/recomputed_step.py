@@ -74,10 +74,11 @@ class Way:
     attention: bool = False
     inputs: bool = False
     once: bool = False
+    rows: bool = False
 
     def choice(self, num_blocks: int) -> StepChoice:
         every = tuple(range(num_blocks))
-        return StepChoice(every, (), every if self.attention else (), self.inputs, self.once)
+        return StepChoice(every, (), every if self.attention else (), self.inputs, self.once, self.rows)
 
 
 PLAIN = Way("plain")
@@ -89,6 +90,7 @@ WAYS = (
     Way("unpacked once", once=True),
     Way("attention kept, unpacked once", "attention", attention=True, once=True),
     Way("inputs moved, attention kept, unpacked once", "inputs", attention=True, inputs=True, once=True),
+    Way("inputs moved, embedding rows", "inputs", inputs=True, rows=True),
 )
 
 
@@ -168,8 +170,9 @@ class Bench:
             batch["labels"].copy_(ids)
         draws = self.family.objective.draw(batch, list(range(self.rows))).tensors
         batch["weight"] = torch.full((self.rows,), 1.0 / self.rows)
+        rows = {} if self.transfer.extra is None else self.transfer.extra(batch)
         return (
-            {name: t.to(self.device) for name, t in batch.items()},
+            {**{name: t.to(self.device) for name, t in batch.items()}, **rows},
             {name: t.to(self.device) for name, t in draws.items()},
         )
 
@@ -255,9 +258,9 @@ def measured(bench: Bench, steps: int) -> Iterator[dict[str, Any]]:
     """Yield a row for each way, then plain recomputation again."""
     rates = Rates() if bench.toy else measured_rates(bench.device, bench.dtype)
     packed = any(block.dense_bytes for block in bench.footprint.blocks)
-    ways = [way for way in WAYS if packed or not way.once]
+    ways = [way for way in WAYS if (packed or not way.once) and (bench.footprint.table_bytes or not way.rows)]
     wanted_N: Tensor | None = None
-    start = {name: leaf.detach().cpu() for name, leaf in bench.weights.leaves.items()}
+    start = {name: leaf.detach().cpu().clone() for name, leaf in bench.weights.leaves.items()}
     for way in (*ways, PLAIN):
         planned_bytes = bench.put(way, rates)
         with torch.no_grad():  # each way begins with the same weights

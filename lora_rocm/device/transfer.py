@@ -194,6 +194,7 @@ class DeviceTransfer:
     Attributes:
         bad: float32 0-d on the device; 1 if anything sent since ``clear`` arrived changed, else 0. It is always the
             same tensor, so that a captured graph may read it.
+        extra: returns further tensors on the device for a batch, which it is given; None if there are none.
         checks, failures: number of checked tensors and number of failed checks since the start.
     """
 
@@ -211,6 +212,7 @@ class DeviceTransfer:
         self.methods = METHODS[METHODS.index(begin) :]
         self.bad = torch.zeros((), device=device)
         self.checks = self.failures = 0
+        self.extra: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None = None
         self._read = read
         self._copy, self._rung, self._base_rung, self._sends = copy, 0, 0, 0
         self._failures_at_base = 0
@@ -245,7 +247,13 @@ class DeviceTransfer:
         copied = self._mark()
         self.compare(arrived.values(), expected_KB, salt)
         self.checks += expected_KB.numel()
+        if self.extra is not None:
+            arrived |= self.extra(tensors)
         return arrived, Clock([start, copied, self._mark()])
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor to the device by the current method. The caller checks it with ``compare``."""
+        return self._copy(tensor.contiguous(), self.device, self.method)
 
     def compare(self, arrived: Iterable[Tensor], expected_KB: Tensor, salt: int | Tensor) -> None:
         """Set ``bad`` if the tensors do not match. Does not synchronise, so a graph can capture it.

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from lora_rocm.base_models.loading import BaseSource
     from lora_rocm.device.placement.base import Placement
+    from lora_rocm.device.placement.embedding_rows import TokenTable
     from lora_rocm.kernels.weight_format import WeightFormat
     from lora_rocm.recipe.sample_section import PreviewPrompt
     from lora_rocm.recipe.schema import Recipe
@@ -144,6 +145,19 @@ class LoadedModel:
         for name, component in self.components.items():
             placement.place(component, name)
         self.device, self.placement = placement.transfer.device, placement
+
+
+@runtime_checkable
+class LooksUpTokens(Protocol):
+    """A family with a token embedding that may stay in main memory."""
+
+    def token_table(self, model: LoadedModel) -> TokenTable | None:
+        """Return the token embedding, or None if more than the rows of a batch's tokens is needed."""
+
+
+def token_table(family: object, model: LoadedModel) -> TokenTable | None:
+    """Return the token embedding that may stay in main memory, or None if there is none."""
+    return family.token_table(model) if isinstance(family, LooksUpTokens) else None
 
 
 @dataclass(frozen=True)

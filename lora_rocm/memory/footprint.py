@@ -42,7 +42,7 @@ from lora_rocm.device.attention import Context
 from lora_rocm.device.placement.base import frozen_bytes
 from lora_rocm.device.precision import FLOATS
 from lora_rocm.errors import StorageError
-from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
+from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors, token_table
 from lora_rocm.families.common.block_inputs import movable, tensors_in
 from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.families.objectives.loss import losses
@@ -61,7 +61,7 @@ from lora_rocm.recipe.optim_sections import OptimSection
 from lora_rocm.recipe.schema import Recipe
 
 META = torch.device("meta")
-LAYOUT = 3  # increase it if footprints get other numbers
+LAYOUT = 4  # increase it if footprints get other numbers
 KEPT = 20  # footprints in the cache file
 SIDE, COPIED_BYTES = 4096, 256 * 2**20  # sizes of the rate measurement
 HEADS, TOKENS, HEAD_WIDTH = 16, 2048, 128  # of the measured attention
@@ -305,6 +305,8 @@ def count(
         watch.close()
         for drop in drops:
             drop.remove()
+    table = token_table(family, model)
+    weight = None if table is None else table.module.weight
     # Memory of weights and adapter follows from their sizes.
     numbers, state = sum(p.numel() for p in trained), state_bytes([p.shape for p in trained], recipe)
     always_bytes, gradient_bytes, landing_bytes = adapter_bytes(numbers, state, recipe, model.dtype)
@@ -326,6 +328,8 @@ def count(
         optimizer_bytes=state,
         smaller=tuple(_smaller(adapter, recipe, model.dtype, state / numbers)),
         kernels=tuple(sorted(kernels)),
+        table_bytes=0 if weight is None else taken_bytes(weight.nbytes),
+        row_bytes=0 if weight is None or table is None else batch[table.ids_name].numel() * weight[0].nbytes,
     )
 
 

@@ -15,10 +15,11 @@ from torch import nn
 from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.device.allocator import empty_pools, room_bytes
 from lora_rocm.device.attention import Context, context_of
+from lora_rocm.device.placement.embedding_rows import TokenTable
 from lora_rocm.device.placement.offloaded import Offload, Offloaded
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.device.transfer import DeviceTransfer
-from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
+from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors, token_table
 from lora_rocm.families.common.block_inputs import BlockInputs
 from lora_rocm.families.common.probe_batch import send_zeros
 from lora_rocm.families.common.recompute import Recomputing
@@ -117,7 +118,8 @@ class MemoryManager:
             pin: whether offloaded weights are in pinned memory.
         """
         self._pin = pin
-        self._placement = Offloaded(transfer, lambda: self._offloaded(family.blocks(model)), pin)
+        blocks = lambda: self._offloaded(family.blocks(model))  # noqa: E731
+        self._placement = Offloaded(transfer, blocks, pin, table=lambda: self._table(family, model))
         return self._placement
 
     def apply(self, family: ModelFamily, model: LoadedModel, again: bool = False) -> None:
@@ -168,6 +170,11 @@ class MemoryManager:
             self.recomputes,
         )
 
+    def _table(self, family: ModelFamily, model: LoadedModel) -> TokenTable | None:
+        """Return the token embedding if the plan keeps it in main memory."""
+        looks_up = self.plan is not None and self.plan.looks_up_rows
+        return token_table(family, model) if looks_up else None
+
     def _offloaded(self, blocks: list[nn.Module]) -> list[nn.Module]:
         return [blocks[index] for index in self._choice(len(blocks)).offloaded]
 
@@ -215,7 +222,7 @@ class MemoryManager:
     def _next(self, peak: int | None) -> Plan | None:
         """The plan to continue with after a probe pass, or None to keep the current one.
 
-        Offloaded weights stay offloaded.
+        Offloaded weights and the token embedding stay in main memory.
 
         ``peak``: peak bytes of the pass, or None if it ran out of memory.
         """
@@ -223,6 +230,8 @@ class MemoryManager:
         now = self.plan
         wanted = self._after_a_full_pass(now) if peak is None else self._after(now, peak)
         if wanted is None or set(now.offloaded) - set(wanted.offloaded):
+            return None
+        if now.looks_up_rows and not wanted.looks_up_rows:
             return None
         return None if wanted.same(now) else wanted
 

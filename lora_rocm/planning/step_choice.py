@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from lora_rocm.planning.step_plan import (
     Footprint,
@@ -24,6 +25,12 @@ class PassVariant:
     graphs: bool
     offloads_inputs: bool
     unpacks_once: bool
+    looks_up_rows: bool = False
+
+    @property
+    def settings(self) -> tuple[bool, bool, bool]:
+        """The last settings of a ``StepChoice``."""
+        return self.offloads_inputs, self.unpacks_once, self.looks_up_rows
 
 
 class PlanMemory:
@@ -127,17 +134,18 @@ def variants_of(mode: Mode, footprint: Footprint, job: StepRequirements) -> list
         moves = (False,)
     once = (True, False) if job.unpacks_once and has_packed and mode != "keep" else (False,)
     captured = (True, False) if job.graphs else (False,)
-    return [PassVariant(graphs, moving, unpacking) for graphs in captured for moving in moves for unpacking in once]
+    looking_up = (False, True) if job.looks_up_rows and footprint.table_bytes else (False,)
+    return [PassVariant(*each) for each in product(captured, moves, once, looking_up)]
 
 
 def choices_of(
     mode: Mode, footprint: Footprint, job: StepRequirements, rates: Rates, variant: PassVariant
 ) -> list[StepChoice]:
     """Return the choices of a mode, the fastest first. Each gives up more than the one before."""
-    every, how = tuple(range(len(footprint.blocks))), (variant.offloads_inputs, variant.unpacks_once)
+    every, how = tuple(range(len(footprint.blocks))), variant.settings
     attention = [index for index in every if job.keeps_attention and footprint.blocks[index].attention_bytes]
     if mode == "keep":
-        return [StepChoice()]
+        return [StepChoice((), (), (), *how)]
     if mode == "selective":
         return _selective(footprint, job, rates, how)
     if mode == "attention":
@@ -151,7 +159,7 @@ def choices_of(
     return [StepChoice(every, tuple(spread(count, len(every))), (), *how) for count in range(fewest, len(every) + 1)]
 
 
-def _selective(footprint: Footprint, job: StepRequirements, rates: Rates, how: tuple[bool, bool]) -> list[StepChoice]:
+def _selective(footprint: Footprint, job: StepRequirements, rates: Rates, how: tuple[bool, ...]) -> list[StepChoice]:
     """Return choices that recompute more and more blocks, those first that free most bytes per second.
 
     A block first keeps the output of its attention. Where that is worth less than the rest of the block, the output is

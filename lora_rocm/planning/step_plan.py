@@ -27,6 +27,8 @@ SLOTS = 2
 """Number of offloaded blocks with space on the GPU: the block in use, and the next one, which is being fetched."""
 IN_FLIGHT = 2
 """Number of block inputs on the GPU in the forward pass that are being copied to main memory."""
+ROW_COPIES = 2
+"""Number of copies of a batch's embedding rows on the GPU: as they arrived, and as a captured pass reads them."""
 WORKSPACE_BYTES = 64 * MIB
 """Memory of the matrix libraries' workspaces, which stay allocated after the first call.
 
@@ -151,6 +153,8 @@ class Footprint:
         smaller: the adapter with reduced settings, the smallest change first.
         kernels: names of the Triton kernels that a step launches (``kernels.backend.launches``).
         recomputed_shared_bytes: part of ``recomputed_bytes`` that all samples share.
+        table_bytes: token embedding, part of ``weight_bytes``; 0 if it cannot stay in main memory.
+        row_bytes: rows of this embedding that one sample needs.
     """
 
     shape: str
@@ -169,6 +173,8 @@ class Footprint:
     smaller: tuple[SmallerAdapter, ...] = ()
     kernels: tuple[str, ...] = ()
     recomputed_shared_bytes: int = 0
+    table_bytes: int = 0
+    row_bytes: int = 0
 
     @cached_property
     def known_passes(self) -> dict[tuple[bool, bool, int], int]:
@@ -240,6 +246,7 @@ class Footprint:
             work=work,
             recomputed_bytes=recomputed_bytes,
             recomputed_shared_bytes=int(self.recomputed_shared_bytes * min(1, share)),
+            row_bytes=int(self.row_bytes * share),
         )
 
 
@@ -279,6 +286,7 @@ class StepRequirements:
         all_offloaded: whether every block is offloaded, instead of as few as possible.
         keeps_attention: whether recomputed blocks may keep the output of their attention.
         unpacks_once: whether the unpacked weights of a recomputed block may stay until its backward pass is over.
+        looks_up_rows: whether the token embedding may stay in main memory.
     """
 
     batch_size: int = 1
@@ -291,6 +299,7 @@ class StepRequirements:
     all_offloaded: bool = False
     keeps_attention: bool = True
     unpacks_once: bool = True
+    looks_up_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -303,6 +312,7 @@ class StepChoice:
         attention: recomputed blocks that keep the output of their attention.
         offloads_inputs: whether the inputs of recomputed blocks are in main memory.
         unpacks_once: whether packed weights of a block are unpacked once for its recomputation and backward pass.
+        looks_up_rows: whether the token embedding is in main memory, and only the rows of a batch are sent.
     """
 
     recomputed: tuple[int, ...] = ()
@@ -310,6 +320,7 @@ class StepChoice:
     attention: tuple[int, ...] = ()
     offloads_inputs: bool = False
     unpacks_once: bool = False
+    looks_up_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -329,6 +340,7 @@ class Plan:
         attention: recomputed blocks that keep the output of their attention, as indices.
         offloads_inputs: whether the inputs of recomputed blocks are in main memory.
         unpacks_once: whether packed weights are unpacked once for a block's recomputation and backward pass.
+        looks_up_rows: whether the token embedding is in main memory.
     """
 
     mode: Mode
@@ -344,11 +356,13 @@ class Plan:
     attention: tuple[int, ...] = ()
     offloads_inputs: bool = False
     unpacks_once: bool = False
+    looks_up_rows: bool = False
 
     @property
     def choice(self) -> StepChoice:
         """The recomputed blocks, and the data in main memory."""
-        return StepChoice(self.recomputed, self.offloaded, self.attention, self.offloads_inputs, self.unpacks_once)
+        how = (self.offloads_inputs, self.unpacks_once, self.looks_up_rows)
+        return StepChoice(self.recomputed, self.offloaded, self.attention, *how)
 
     def same(self, other: Plan) -> bool:
         """Whether the plans differ in nothing but their estimates."""
@@ -371,6 +385,7 @@ def planned(
     stays, comes = footprint.gradient_bytes * keeps, footprint.gradient_bytes * (not keeps) + footprint.landing_bytes
     passing = activations + unpacked_bytes(footprint, choice)
     peak = resident_bytes(footprint, choice.offloaded) + stays + max(comes, passing)
+    peak -= table_bytes_saved(footprint, choice, rows)
     needed = peak + SLACK_BYTES + int(SLACK_SHARE * activations)
     if choice.recomputed:
         needed += int(SLACK_RECOMPUTED * job.correction * _passing_bytes(footprint, choice, rows))
@@ -378,8 +393,9 @@ def planned(
         proof = (PROOF_BUFFERS + SUM_BUFFERS * several) * footprint.gradient_bytes
         peak, needed = peak + proof, needed + proof + GRAPH_BYTES + (passing if job.shapes > 1 else 0)
     taken = step_seconds(parts, choice, footprint, job, rates)
+    last = (choice.unpacks_once, choice.looks_up_rows)
     blocks, rest = (choice.recomputed, choice.offloaded), (choice.attention, choice.offloads_inputs)
-    return Plan(mode, parts, rows, *blocks, peak, needed, taken, job.graphs, keeps, *rest, choice.unpacks_once)
+    return Plan(mode, parts, rows, *blocks, peak, needed, taken, job.graphs, keeps, *rest, *last)
 
 
 def correction(plan: Plan, peak_bytes: int, footprint: Footprint, before: float = 1.0) -> float:
@@ -394,6 +410,7 @@ def correction(plan: Plan, peak_bytes: int, footprint: Footprint, before: float 
     """
     counted = activation_bytes(footprint, *_parts_of(plan.choice), rows=plan.rows)
     resident = resident_bytes(footprint, plan.offloaded) + unpacked_bytes(footprint, plan.choice)
+    resident -= table_bytes_saved(footprint, plan.choice, plan.rows)
     if peak_bytes <= resident + footprint.gradient_bytes + footprint.landing_bytes:
         return before
     stays = footprint.gradient_bytes * plan.keeps_gradients
@@ -405,6 +422,11 @@ def resident_bytes(footprint: Footprint, offloaded: Sequence[int]) -> int:
     waiting = [footprint.blocks[index].weight_bytes for index in offloaded]
     weights = footprint.weight_bytes - sum(waiting) + min(SLOTS, len(waiting)) * max(waiting, default=0)
     return weights + footprint.adapter_bytes + WORKSPACE_BYTES
+
+
+def table_bytes_saved(footprint: Footprint, choice: StepChoice, rows: int) -> int:
+    """Return the device memory that the token embedding in main memory frees, less its rows for ``rows`` samples."""
+    return footprint.table_bytes - ROW_COPIES * rows * footprint.row_bytes if choice.looks_up_rows else 0
 
 
 def unpacked_bytes(footprint: Footprint, choice: StepChoice) -> int:
@@ -512,7 +534,8 @@ def step_seconds(parts: int, choice: StepChoice, footprint: Footprint, job: Step
     forward = min(total, sum(seconds(block.forward, samples, parts, rates) for block in blocks))
     there = max(forward, fetched / rates.bus_bytes, moved / rates.back_bytes)
     back = max(total - forward, (fetched + moved) / rates.bus_bytes)
-    return job.accumulation * (there + back)
+    looked_up = samples * footprint.row_bytes / rates.bus_bytes if choice.looks_up_rows else 0  # before the pass
+    return job.accumulation * (looked_up + there + back)
 
 
 def seconds(work: SampleCost, samples: int, parts: int, rates: Rates) -> float:

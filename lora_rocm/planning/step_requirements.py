@@ -82,6 +82,7 @@ def job_of(
         all_offloaded=wanted == "offload",
         keeps_attention=keeps_attention,
         unpacks_once=not compiles and not settings.checkpointing,
+        looks_up_rows=on_gpu and can_offload and not compiles,
         auto_modes=auto_modes,
         eager_modes=eager_modes,
     )
@@ -205,5 +206,6 @@ def plan_text(chosen: Plan) -> str:
     more += ", their inputs in main memory" if chosen.offloads_inputs else ""
     more += f", {len(chosen.offloaded)} of them offloaded" if chosen.offloaded else ""
     blocks = f" ({count_text(count, 'block')} recomputed{more})" if count else ""
-    samples = count_text(chosen.rows, "sample")
-    return f"{chosen.mode}{blocks}, {samples} at once{', captured' if chosen.graphs else ''}"
+    samples = f"{count_text(chosen.rows, 'sample')} at once"
+    samples += ", the token embedding in main memory" if chosen.looks_up_rows else ""
+    return f"{chosen.mode}{blocks}, {samples}{', captured' if chosen.graphs else ''}"

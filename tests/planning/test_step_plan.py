@@ -15,6 +15,7 @@ from lora_rocm.planning.step_plan import (
     IN_FLIGHT,
     MODES,
     PROOF_BUFFERS,
+    ROW_COPIES,
     SLACK_BYTES,
     SLACK_RECOMPUTED,
     SLACK_SHARE,
@@ -410,3 +411,17 @@ def test_another_cost_scales_what_depends_on_samples_and_nothing_else() -> None:
 def test_every_mode_has_a_plan_that_says_so() -> None:
     plans: list[Plan] = table(None, row_of_blocks([MIB, MIB, MIB]), StepRequirements(2), RATES)
     assert [(plan.mode, plan.parts) for plan in plans] == [(mode, parts) for parts in (1, 2) for mode in MODES]
+
+
+def test_the_token_embedding_moves_only_where_that_lets_a_faster_plan_fit() -> None:
+    net = replace(row_of_blocks([20 * MIB] * 3), table_bytes=5 * MIB, row_bytes=MIB // 4)
+    job = StepRequirements(looks_up_rows=True)
+    free = choose(None, net, job, RATES)
+    assert free is not None and not free.looks_up_rows
+    tight = choose(free.needed_bytes - MIB, net, job, RATES)
+    assert tight is not None and tight.looks_up_rows and tight.mode == free.mode
+    assert free.peak_bytes - tight.peak_bytes == 5 * MIB - ROW_COPIES * MIB // 4
+    assert tight.step_s - free.step_s == pytest.approx(MIB / 4 / RATES.bus_bytes)
+    for other, requirements in ((net, StepRequirements()), (replace(net, table_bytes=0), job)):
+        without = choose(free.needed_bytes - MIB, other, requirements, RATES)
+        assert without is None or (not without.looks_up_rows and without.step_s > tight.step_s)

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lora_rocm.device.placement.base import Resident, frozen_tensors
-from lora_rocm.device.transfer import DeviceTransfer, position_table, whole_fingerprint
+from lora_rocm.device.placement.base import Ask, Resident, frozen_tensors
+from lora_rocm.device.placement.embedding_rows import EmbeddingRows, TokenTable
+from lora_rocm.device.transfer import DeviceTransfer, position_table, whole_fingerprint, whole_fingerprints
 from lora_rocm.planning.step_plan import SLOTS
 
 ARENA_BYTES = 2**30
@@ -75,8 +76,10 @@ class Offloaded(Resident):
         blocks: returns the blocks in forward order. ``place`` and ``hold`` both call it, because fusing may replace
             modules and the memory plan may change.
         pin, copy: see ``Offload``.
+        table: returns the embedding to keep in main memory, or None to treat it as every other weight.
 
     Attributes:
+        rows: sends the rows of an embedding in main memory, or None if no embedding is there.
         offload: fetches the blocks in main memory, or None if no block is there.
     """
 
@@ -86,22 +89,41 @@ class Offloaded(Resident):
         blocks: Callable[[], Sequence[nn.Module]],
         pin: bool,
         copy: Callable[[Tensor, Tensor], None] = copy_into,
+        table: Callable[[], TokenTable | None] = lambda: None,
     ) -> None:
         super().__init__(transfer)
         self.offload: Offload | None = None
+        self.rows: EmbeddingRows | None = None
+        self._table = table
         self._blocks, self._pin, self._copy = blocks, pin, copy
 
     def place(self, module: nn.Module, component: str) -> None:
-        self.send(module, component, {id(tensor) for tensor in frozen_tensors(self._blocks())})
+        staying, table = frozen_tensors(self._blocks()), self._table()
+        staying += [] if table is None else [table.module.weight]
+        self.send(module, component, {id(tensor) for tensor in staying})
 
     def hold(self) -> None:
         """Move the weights of the blocks to main memory. Weights that are on the device are copied back from it."""
         self.close()  # its slots must be free before new ones are allocated on a full device
         if blocks := self._blocks():
             self.offload = Offload(blocks, self, self._pin, self._copy)
+        self._hold_rows(self._table())
+
+    def _hold_rows(self, table: TokenTable | None) -> None:
+        """Keep the rows of a token embedding in main memory; send an embedding back that is to be there no longer."""
+        if table is not None and self.rows is None:
+            sent = self._sent.get(table.name)
+            self.rows = EmbeddingRows(table, None if sent is None else sent.fingerprint, self.transfer)
+            self.give_up({id(table.module.weight)})
+        elif table is None and self.rows is not None:
+            before = self.rows.table
+            self.rows.close()
+            self.rows, weight = None, before.module.weight
+            weight.data = self.transfer.send_checked(weight.data, before.name)
+            self._here[before.name] = weight
 
     def close(self) -> None:
-        """Stop fetching weights; they stay in main memory."""
+        """Stop fetching blocks' weights; they stay in main memory."""
         if self.offload is not None:
             self.offload.close()
             self.offload = None
@@ -113,6 +135,9 @@ class Offloaded(Resident):
     def release(self, block: nn.Module) -> None:
         if self.offload is not None:
             self.offload.release(block)
+
+    def changed(self, ask: Ask = whole_fingerprints) -> list[str]:
+        return super().changed(ask) + ([] if self.rows is None else self.rows.changed())
 
     def bytes_on_device(self) -> int:
         return super().bytes_on_device() + (0 if self.offload is None else self.offload.slot_bytes)

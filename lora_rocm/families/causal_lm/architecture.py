@@ -227,17 +227,34 @@ def decoder(model: nn.Module) -> Any:
     return whole.get_decoder()
 
 
-def states_of(model: nn.Module, ids_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
+def plain_embedding(model: nn.Module) -> tuple[str, nn.Embedding] | None:
+    """Return path and module of the token embedding if a pass needs only its rows, else None.
+
+    The output head must not use it, it must be frozen without an adapter or new tokens, and not scale its rows.
+    """
+    whole: Any = model
+    table = whole.get_input_embeddings()
+    if type(table) is not nn.Embedding or table.weight.requires_grad:  # a subclass may scale the rows
+        return None
+    if sum(weight is table.weight for _, weight in model.named_parameters(remove_duplicate=False)) > 1:
+        return None
+    return next((path, table) for path, module in model.named_modules() if module is table)
+
+
+def states_of(
+    model: nn.Module, ids_BS: Tensor, positions_BS: Tensor | None = None, rows_BSD: Tensor | None = None
+) -> Tensor:
     """Return the last hidden states of tokens, shape [B, S, D].
 
     positions_BS: each token's position within its sample, or None if a row has only one sample. Several samples in a
-    row do not attend to each other.
+    row do not attend to each other. rows_BSD: rows of the token embedding, or None if the model looks them up.
     """
     inside, more = decoder(model), dict[str, Tensor]()
     if positions_BS is not None:
         dtype = inside.get_input_embeddings().weight.dtype
         more = {"position_ids": positions_BS, APART: samples_apart(positions_BS, dtype)}
-    states_BSD: Tensor = inside(input_ids=ids_BS, use_cache=False, **more).last_hidden_state
+    tokens = {"input_ids": ids_BS} if rows_BSD is None else {"inputs_embeds": rows_BSD}
+    states_BSD: Tensor = inside(**tokens, use_cache=False, **more).last_hidden_state
     return states_BSD
 
 

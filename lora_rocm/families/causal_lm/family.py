@@ -29,6 +29,7 @@ from lora_rocm.dataset.rows.records import Pair, UnusableText, read
 from lora_rocm.dataset.rows.row_reference import separated
 from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.device.placement.base import Placement
+from lora_rocm.device.placement.embedding_rows import ROWS, TokenTable
 from lora_rocm.errors import DataError, ModelError
 from lora_rocm.families.base import Encoder, Inputs, LoadedModel, OwnFiles, PreviewRequest, Sampling, Tensors
 from lora_rocm.families.causal_lm.architecture import (
@@ -38,6 +39,7 @@ from lora_rocm.families.causal_lm.architecture import (
     decoder,
     head_of,
     layout_of,
+    plain_embedding,
     prepared,
     require_apart,
     require_ends,
@@ -237,6 +239,11 @@ class CausalLM:
     def blocks(self, model: LoadedModel) -> list[nn.Module]:
         return list(self._layers(model).children())
 
+    def token_table(self, model: LoadedModel) -> TokenTable | None:
+        """Implements ``LooksUpTokens.token_table``."""
+        found = plain_embedding(model.components[COMPONENT])
+        return None if found is None else TokenTable(found[1], f"{COMPONENT}.{found[0]}.weight", IDS)
+
     def recompute_activations(self, model: LoadedModel, run: Callable[..., Any] | None = None) -> None:
         self._layers(model).run = run or Recomputing(model)
 
@@ -262,7 +269,7 @@ class CausalLM:
         if self._asked.compares_pairs:
             return self._compared(model, batch)
         component = model.components[COMPONENT]
-        states_BSD = states_of(component, batch[IDS], batch.get(POSITIONS))
+        states_BSD = states_of(component, batch[IDS], batch.get(POSITIONS), batch.get(ROWS))
         head, dtype = head_of(component), states_BSD.dtype
         weight_B = states_BSD.new_ones(len(states_BSD), dtype=torch.float32)
         return Prediction(states_BSD, batch[LABELS], weight_B, lambda x, y: token_distance(head, x.to(dtype), y))
@@ -270,7 +277,7 @@ class CausalLM:
     def _compared(self, model: LoadedModel, batch: Tensors) -> Prediction:
         """Return the log-probabilities of both answers, with the DPO loss as their distance."""
         objective = Preference(self._asked.beta, self._asked.label_smoothing)
-        log_probs_BP = _log_probs(model, batch[IDS], batch[LABELS])
+        log_probs_BP = _log_probs(model, batch[IDS], batch[LABELS], batch.get(ROWS))
         weight_B = log_probs_BP.new_ones(len(log_probs_BP))
         margin_B = objective.margin(log_probs_BP.detach(), batch[START])
         measures = {"accuracy": (margin_B > 0).float(), "reward margin": margin_B}
@@ -429,9 +436,10 @@ def _filled(samples: Sequence[Tokens], length: int) -> Tensors:
     }
 
 
-def _log_probs(model: LoadedModel, ids_BPS: Tensor, labels_BPS: Tensor) -> Tensor:
+def _log_probs(model: LoadedModel, ids_BPS: Tensor, labels_BPS: Tensor, rows_BPSD: Tensor | None = None) -> Tensor:
     """Return the log-probability of each answer, summed over its tokens: float32 [B, P]."""
     component = model.components[COMPONENT]
-    states_NSD = states_of(component, ids_BPS.flatten(0, 1))
+    rows_NSD = None if rows_BPSD is None else rows_BPSD.flatten(0, 1)
+    states_NSD = states_of(component, ids_BPS.flatten(0, 1), rows_BSD=rows_NSD)
     each_NS = token_distance(head_of(component), states_NSD, labels_BPS.flatten(0, 1))
     return -each_NS.sum(1).view(ids_BPS.shape[:2])

@@ -32,7 +32,7 @@ def next_tokens(
         The reason for the end: "end", or "limit" if the maximum number of tokens is reached.
     """
     inside, head = decoder(model), head_of(model)
-    device = inside.get_input_embeddings().weight.device
+    device = next(head.layer.parameters()).device
     cache, rng = DynamicCache(config=inside.config), torch.Generator().manual_seed(sampling.seed)
     places = places_of(model)
     count = sampling.max_tokens if places is None else min(sampling.max_tokens, places - len(ids))

@@ -16,4 +16,4 @@ def send_zeros(family: PlansMemory, transfer: DeviceTransfer, shape: SampleShape
     batch["weight"] = torch.zeros(rows)
     tensors = {**batch, **draws}
     sent, _ = transfer.send(tensors, {name: fingerprint(tensor_B) for name, tensor_B in tensors.items()})
-    return {name: sent[name] for name in batch}, {name: sent[name] for name in draws}
+    return {name: tensor for name, tensor in sent.items() if name not in draws}, {name: sent[name] for name in draws}
