@@ -21,7 +21,12 @@ from diffusers.models.transformers.transformer_flux import (
 )
 from torch import Tensor, nn
 
-from lora_rocm.families.common.dit.blocks.attention import Stream, TurnedAttention, fuse_blocks
+from lora_rocm.families.common.dit.blocks.attention import (
+    Stream,
+    TurnedAttention,
+    fuse_blocks,
+    with_packed_gradient,
+)
 from lora_rocm.families.common.dit.blocks.gelu import FusedGelu
 from lora_rocm.kernels.backend import Implementation
 from lora_rocm.kernels.gated import activated
@@ -156,6 +161,7 @@ class FusedSingleBlock(FluxSingleTransformerBlock):
             return of_y.addmm(activated("gelu-tanh", self.implementation, inner_BSN).flatten(0, 1), weight.t()).view_as(
                 y_BSD
             )
+        y_BSD = with_packed_gradient(y_BSD)
         joined, again = made(lambda given: torch.cat([given[0], self.act_mlp(given[1])], dim=2), [y_BSD, inner_BSN])
         with made_again((joined, again)):
             output: Tensor = self.proj_out(joined)
