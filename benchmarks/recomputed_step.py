@@ -1,7 +1,7 @@
 """Time, memory and gradients of a recomputed training step, with each method to recompute it, in one process.
 
 usage: python benchmarks/recomputed_step.py [--only flux,flux-int8,z-image,llama] [--stacked | --no-stacked]
-    [--ways NAME,NAME] [--toy] [--json FILE] [--steps N]
+    [--methods NAME,NAME] [--toy] [--json FILE] [--steps N]
 
 Each family's model is made once, at full size with random weights and a LoRA of rank 16: FLUX.1 and Z-Image at
 1,024 px, batch 1; Llama 8B in nf4 with 2 samples of 2,048 tokens. Then each method is applied to it. First comes a
@@ -10,9 +10,9 @@ steps are timed. Plain recomputation is timed first and last, so that a drift of
 rehearses on the CPU with the tiny models, without graphs.
 
 Without ``--stacked`` and ``--no-stacked``, each method is applied to two models with the same weights, one after the
-other: LoRA's A in a product of its own, and in the product of merged layers (``kernels.stacked_rows``). With one of
-them, only this one is measured. The gradients of both are compared with plain recomputation of the first. ``--ways``
-selects methods: ``--ways plain`` compares the two forms in the shortest time.
+other: LoRA's A in a separate product, and in the product of merged layers (``kernels.stacked_rows``). With one of
+them, only this one is measured. The gradients of both are compared with plain recomputation of the first. ``--methods``
+selects some: ``--methods plain`` compares the two variants in the shortest time.
 
 Peaks are of tensors: ``eager`` of the deterministic pass, ``step`` of the captured steps, ``planned`` as
 ``lora-rocm plan`` estimates it. The model needs 24 GB (FLUX.1 in bf16), each way some seconds.
@@ -265,7 +265,7 @@ def measured(
 ) -> Iterator[tuple[dict[str, Any], Tensor]]:
     """Yield a row and its gradients for each way, then for plain recomputation again.
 
-    names: names of the ways, or empty for all. wanted_N: gradients to compare with, or None for the first way's.
+    names: names of the methods, or empty for all. wanted_N: gradients to compare with, or None to use the first ones.
     """
     rates = Rates() if bench.toy else measured_rates(bench.device, bench.dtype)
     packed = any(block.dense_bytes for block in bench.footprint.blocks)
@@ -337,13 +337,13 @@ def main() -> None:
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--ways", default="", help="names of methods, separated by commas; all if empty")
-    parser.add_argument("--stacked", action=argparse.BooleanOptionalAction, help="only this form, instead of both")
+    parser.add_argument("--methods", default="", help="names of methods, separated by commas; all if empty")
+    parser.add_argument("--stacked", action=argparse.BooleanOptionalAction, help="only this variant, instead of both")
     options = parser.parse_args()
     device, rows = torch.device("cpu" if options.toy else "cuda"), list[dict[str, Any]]()
-    chosen = {name for name in options.ways.split(",") if name}
+    chosen = {name for name in options.methods.split(",") if name}
     if unknown := chosen - {way.name for way in WAYS}:
-        parser.error(f"--ways: unknown: {', '.join(sorted(unknown))}; known: {', '.join(way.name for way in WAYS)}")
+        parser.error(f"--methods: unknown: {', '.join(sorted(unknown))}; known: {', '.join(way.name for way in WAYS)}")
     forms = (False, True) if options.stacked is None else (options.stacked,)
     with tempfile.TemporaryDirectory() as folder:
         for name in options.only.split(","):

@@ -5,7 +5,7 @@ the strides of the output's gradient, but the key under which it is kept does no
 aten/src/ATen/native/cudnn/MHA.cpp, read in November 2026). A second gradient with other strides is therefore read at
 wrong addresses. FLUX.1 of diffusers gives two such layouts in one pass: the output of a block with one stream is
 concatenated with the output of its MLP, so its gradient is a part of wider rows. Our blocks give one layout
-(``with_packed_gradient`` of ``families.common.dit.blocks.attention``).
+(``kernels.packed_gradient``).
 
 Dimensions: B batch, H heads, S tokens, D width of a head.
 """

@@ -1,7 +1,7 @@
 """Tests each attention backend ("route") of torch with a few calls, before a process computes with a model.
 
 An attention library can return zeros without an error, or fail only when it is called (ROCm/aotriton#210,
-ComfyUI#15647). It can also be right for one memory layout and wrong for another, so it is tried with the layouts of our
+ComfyUI#15647). It can also fail for one memory layout alone, so it is tried with the layouts of our
 models (``attention_layouts``). A wrong route is reported and disabled in this process, so that torch chooses another
 one. A change event is also emitted, so that later runs on this machine do not use the route. The self-test covers more
 shapes, but runs at most once per software stack of a machine.

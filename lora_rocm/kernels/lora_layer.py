@@ -107,7 +107,7 @@ def plain_lora(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, float] | No
 
 
 def fixed_ranks(layers: Sequence[nn.Module]) -> int:
-    """Return the sum of the ranks of all adapters of these layers; 0 if a layer is never a plain LoRA in training."""
+    """Return the sum of the ranks of all adapters of these layers; 0 if one is never a plain LoRA in training."""
     ranks = 0
     for layer in layers:
         if not isinstance(layer, LoraLinear) or layer.lora_variant:

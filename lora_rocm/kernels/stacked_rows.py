@@ -30,6 +30,8 @@ ALIGNMENT = 64
 """N is a multiple of this number: each row of the outputs then begins at a multiple of 128 bytes."""
 WIDTH = 8
 """K is a multiple of this number, because products of 16-bit numbers are faster if it is."""
+RESERVED = "stacked_rows"
+"""Name of the attribute of a layer with its number of reserved rows."""
 _stacks: ContextVar[bool] = ContextVar("stacks", default=False)
 
 
@@ -46,7 +48,7 @@ def rows_stacked(stacks: bool) -> Iterator[None]:
 def reserved_rows(bases: Sequence[nn.Module], ranks: int) -> int:
     """Return the number of rows to reserve behind the weights of these layers; 0 outside of ``rows_stacked``.
 
-    The number is stored as ``stacked_rows`` of the first layer, for ``reserved_bytes``.
+    The number is stored as an attribute of the first layer, for ``reserved_bytes``.
 
     Args:
         bases: frozen layers with the same inputs, in the order of their weights.
@@ -55,14 +57,14 @@ def reserved_rows(bases: Sequence[nn.Module], ranks: int) -> int:
     if not _stacks.get() or not ranks:
         return 0
     outputs = sum(dense_shape(base)[0] for base in bases)
-    first: Any = bases[0]
-    first.stacked_rows = _rounded(outputs + ranks, ALIGNMENT) - outputs
-    return int(first.stacked_rows)
+    reserved = _rounded(outputs + ranks, ALIGNMENT) - outputs
+    setattr(bases[0], RESERVED, reserved)
+    return reserved
 
 
 def reserved_bytes(layer: nn.Module, dtype: torch.dtype) -> int:
     """Bytes of the rows that are reserved behind the weights of this layer and the layers merged with it."""
-    rows = int(getattr(layer, "stacked_rows", 0))
+    rows = int(getattr(layer, RESERVED, 0))
     return rows * dense_shape(layer)[1] * dtype.itemsize if rows else 0
 
 
@@ -98,7 +100,7 @@ def stacked_projections(
 class _StackedProjections(Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Any,  # untyped: autograd's context
         x: Tensor,
         weight_NI: Tensor | None,
         bias_O: Tensor | None,
@@ -125,7 +127,7 @@ class _StackedProjections(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:  # untyped: autograd's context
         x_MI, h_MR, weight_NI, *leaves = ctx.saved_tensors
         (scale, shape, dense), count = ctx.how, len(leaves) // 2
         a_RI, b_OR = leaves[:count], leaves[count:]
@@ -204,9 +206,9 @@ def _is_in_place(dy_MO: Sequence[Tensor], h_MR: Tensor, outputs: int) -> bool:
     return True
 
 
-def _scaled(left: Tensor, right: Tensor, out: Tensor, scale: float) -> Tensor:
-    """Write ``scale * left @ right`` to ``out``, and return it. With beta 0, addmm does not read ``out``."""
-    return out.addmm_(left, right, beta=0, alpha=scale)
+def _scaled(first: Tensor, second: Tensor, out: Tensor, scale: float) -> Tensor:
+    """Write ``scale * first @ second`` to ``out``, and return it. With beta 0, addmm does not read ``out``."""
+    return out.addmm_(first, second, beta=0, alpha=scale)
 
 
 def _rounded(number: int, multiple: int) -> int:

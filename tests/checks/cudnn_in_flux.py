@@ -1,4 +1,4 @@
-"""Tries an attention route of torch with memory layouts of FLUX.1, each row of the table in a process of its own.
+"""Tries an attention route of torch with memory layouts of FLUX.1, each row of the table in a separate process.
 
 usage: python -m tests.checks.cudnn_in_flux [--route cudnn] [--toy] [--timeout-s 40] [--at-once 3]
 
@@ -6,7 +6,7 @@ A row has the layouts of queries, keys and values (``lora_rocm/checks/attention_
 output's gradient that follow one another. The shapes are FLUX.1's at 1,024 px: 24 heads of 128, 4,608 tokens, bf16. The
 first word of each line is
 
-ok: all gradients are near those of plain attention in float32.
+ok: all gradients are near the gradients of plain attention in float32.
 wrong: some are not; the line names the first one, and its error relative to the norm.
 crash: the process ended, with an error of the device or by a signal.
 absent: torch has no such route here.
@@ -110,7 +110,7 @@ def _correct(values: Sequence[Tensor], gradient: Tensor) -> tuple[Tensor, ...]:
 
 
 def in_a_process(row: Row, command: Sequence[str], timeout_s: float) -> str:
-    """Return the line of a row, computed by a process of its own; ``command`` is without the row's name."""
+    """Return the line of a row, computed by a separate process; ``command`` is without the row's name."""
     try:
         ended = subprocess.run(
             [*command, "--only", row.name], capture_output=True, text=True, timeout=timeout_s, check=False

@@ -1,4 +1,4 @@
-"""Layouts of attention's tensors: those of the models are tried, and a route that is wrong for one is held out."""
+"""Layouts of attention's tensors: the models' layouts are tried, and a route that is wrong for one is held out."""
 
 from __future__ import annotations
 

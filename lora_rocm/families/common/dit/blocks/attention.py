@@ -11,8 +11,6 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from lora_rocm.families.common.adopt import adopt_all
 from lora_rocm.kernels.backend import Implementation
@@ -100,29 +98,6 @@ def attended(query: Made, key: Made, value: Made, mask: Tensor | None) -> Tensor
     q, k, v = (tensor.transpose(1, 2) for tensor, _ in (query, key, value))
     with made_again(query, key, value):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
-
-
-def with_packed_gradient(output_BSN: Tensor) -> Tensor:
-    """Return the output of attention, so that its gradient is contiguous: a part of wider rows is copied.
-
-    All blocks of a model then give attention's backward pass the same layout. Torch's cuDNN attention needs this: it
-    reads each gradient with the strides of the first one (``checks.attention_layouts``).
-    """
-    if torch.compiler.is_compiling():
-        return output_BSN
-    packed: Tensor = _PackedGradient.apply(output_BSN)
-    return packed
-
-
-class _PackedGradient(Function):
-    @staticmethod
-    def forward(ctx: Any, output_BSN: Tensor) -> Tensor:
-        return output_BSN.view_as(output_BSN)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_BSN: Tensor) -> Tensor:
-        return gradient_BSN.contiguous()
 
 
 def _joined(tokens: Sequence[Tensor]) -> Tensor:

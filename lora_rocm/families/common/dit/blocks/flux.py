@@ -21,17 +21,13 @@ from diffusers.models.transformers.transformer_flux import (
 )
 from torch import Tensor, nn
 
-from lora_rocm.families.common.dit.blocks.attention import (
-    Stream,
-    TurnedAttention,
-    fuse_blocks,
-    with_packed_gradient,
-)
+from lora_rocm.families.common.dit.blocks.attention import Stream, TurnedAttention, fuse_blocks
 from lora_rocm.families.common.dit.blocks.gelu import FusedGelu
 from lora_rocm.kernels.backend import Implementation
 from lora_rocm.kernels.gated import activated
 from lora_rocm.kernels.made_again import Made, made, made_again
 from lora_rocm.kernels.norms import Branch, RowNorm, add_branch, add_norm, normal_again, residual_stream
+from lora_rocm.kernels.packed_gradient import with_packed_gradient
 from lora_rocm.kernels.rotary import Rotation
 
 Turns = tuple[Tensor, Tensor]
