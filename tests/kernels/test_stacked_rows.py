@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
 
-from lora_rocm.kernels import stacked_rows
+from lora_rocm.device.transfer import whole_fingerprints
+from lora_rocm.kernels import merged, stacked_rows
 from lora_rocm.kernels.fused_lora import lora_projections
 from lora_rocm.kernels.gated import gated
-from lora_rocm.kernels.stacked_rows import stacked_projections
+from lora_rocm.kernels.lora_layer import LoraLinear, with_lean_layers
+from lora_rocm.kernels.merged import MergedLinears
+from lora_rocm.kernels.quantised import quantised
+from lora_rocm.kernels.stacked_rows import reserved_bytes, rows_stacked, stacked_projections
 from lora_rocm.kernels.weight_format import unpacked_once
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -186,3 +192,81 @@ def test_an_input_without_gradient_gets_none() -> None:
     found = [leaf.grad for leaf in [*case.a, *case.b] if leaf.grad is not None]
     require_same(found, torch.autograd.grad(squared(plain(case)).sum(), [*case.a, *case.b]), 1e-12)
     assert case.x.grad is None
+
+
+# Layers
+
+
+class Layers(nn.Module):
+    """Three linear layers with the same input and a LoRA each."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({name: nn.Linear(64, width, bias) for name, width in zip("qkv", (64, 32, 32), strict=True)})
+        self.merged: MergedLinears | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.merged is not None
+        return torch.cat(self.merged(list(self.layers.values()), x), dim=-1)
+
+
+def layers(bias: bool, packed: bool, stacked: bool) -> Layers:
+    torch.manual_seed(1)
+    model = Layers(bias)
+    config = LoraConfig(r=6, lora_alpha=3, target_modules=["q", "k", "v"], init_lora_weights=False)
+    inject_adapter_in_model(with_lean_layers(config), model)
+    for layer in model.layers.values():
+        assert isinstance(layer, LoraLinear)
+        if packed:
+            layer.base_layer = quantised("int8", "").packed(layer.base_layer)
+    with rows_stacked(stacked):
+        model.merged = MergedLinears.of(*model.layers.values())
+    return model
+
+
+def pass_of(model: Layers) -> list[Tensor]:
+    torch.manual_seed(2)
+    x = torch.randn(2, 5, 64, requires_grad=True)
+    output = model(x)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [output, *torch.autograd.grad(output.sin().sum(), [x, *trained])]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("weights", ["joined", "packed", "moved"])
+def test_layers_with_all_kinds_of_weights(weights: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stacked_calls, original = list[int](), merged.stacked_projections
+
+    def counted(*given: Any) -> tuple[Tensor, ...]:
+        stacked_calls.append(1)
+        return original(*given)
+
+    monkeypatch.setattr(merged, "stacked_projections", counted)
+    found = []
+    for form in (False, True):
+        model = layers(bias, weights == "packed", form)
+        if weights == "moved":  # as offloading does
+            for layer in model.layers.values():
+                base: Any = layer.get_base_layer()  # type: ignore[operator]
+                base.weight.data = base.weight.data.clone()
+        found.append(pass_of(model))
+        assert bool(stacked_calls) is form
+    require_same(found[1], found[0], 1e-5)
+
+
+def test_frozen_bytes_are_those_of_the_weights_alone() -> None:
+    """What is fingerprinted does not contain A, which changes."""
+    model = layers(True, packed=False, stacked=True)
+    bases: list[Any] = [layer.get_base_layer() for layer in model.layers.values()]  # type: ignore[operator]
+    before = whole_fingerprints([base.weight.data for base in bases], 0).tolist()
+    pass_of(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name:
+                parameter.add_(1.0)
+    pass_of(model)
+    assert whole_fingerprints([base.weight.data for base in bases], 0).tolist() == before
+    assert sum(reserved_bytes(base, torch.float32) for base in bases) == 64 * 64 * 4
+    assert model.merged is not None and model.merged.weight_OI is not None
+    model.merged.weight_OI[0, 0] += 1  # the control: a weight of the base
+    assert whole_fingerprints([base.weight.data for base in bases], 0).tolist() != before
