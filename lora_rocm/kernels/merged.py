@@ -73,7 +73,7 @@ class MergedLinears:
 
 
 def _dense(bases: Sequence[nn.Module], dtype: torch.dtype, reserved: int) -> Tensor:
-    """Return the weights of the layers, concatenated by rows in a new tensor, and ``reserved`` rows of zeros."""
+    """Return the weights of the layers, concatenated by rows in a new tensor, and ``reserved`` rows of any numbers."""
     packed = [base for base in bases if isinstance(base, PackedLinear)]
     if packed:
         return joined_weights(packed, dtype, reserved)

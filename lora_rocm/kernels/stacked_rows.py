@@ -134,16 +134,13 @@ class _StackedProjections(Function):
         ranks = [b.shape[1] for b in b_OR]
         dy_MO = [d.reshape(-1, d.shape[-1]) for d in dy]
         # First, because the gradient of h may overwrite h
-        db_OR = [
-            _scaled(d.t(), h, d.new_empty(d.shape[1], h.shape[1]), scale)
-            for d, h in zip(dy_MO, h_MR.split(ranks, dim=1), strict=True)
-        ]
+        db_OR = [_product(d.t(), h, scale) for d, h in zip(dy_MO, h_MR.split(ranks, dim=1), strict=True)]
         # The gradient of h is written behind the gradients that it is multiplied with
         apart, joined_MK = _joined_gradients(dy_MO, h_MR, x_MI.shape[1] if ctx.needs_input_grad[0] else 0)
         width = sum(d.shape[1] for d in dy_MO[apart:])
         dh_MR = joined_MK[:, width : width + sum(ranks)]
         for dh, d, b in zip(dh_MR.split(ranks, dim=1), dy_MO, b_OR, strict=True):
-            _scaled(d, b, dh, scale)
+            _product(d, b, scale, out=dh)
         dx = None
         if ctx.needs_input_grad[0]:
             outputs = sum(d.shape[1] for d in dy_MO)
@@ -206,8 +203,12 @@ def _is_in_place(dy_MO: Sequence[Tensor], h_MR: Tensor, outputs: int) -> bool:
     return True
 
 
-def _scaled(first: Tensor, second: Tensor, out: Tensor, scale: float) -> Tensor:
-    """Write ``scale * first @ second`` to ``out``, and return it. With beta 0, addmm does not read ``out``."""
+def _product(first: Tensor, second: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+    """Return ``scale * first @ second``, in ``out`` if it is given. With beta 0, addmm does not read ``out``."""
+    if out is None:
+        if scale == 1:
+            return first @ second
+        out = first.new_empty(first.shape[0], second.shape[1])
     return out.addmm_(first, second, beta=0, alpha=scale)
 
 

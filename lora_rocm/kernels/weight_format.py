@@ -190,16 +190,14 @@ def unpacked_once() -> Iterator[None]:
 
 
 def joined_weights(layers: Sequence[PackedLinear], dtype: torch.dtype, reserved: int = 0) -> Tensor:
-    """Return the dense weights of packed layers, concatenated by rows, then ``reserved`` rows of zeros.
+    """Return the dense weights of packed layers, concatenated by rows, then ``reserved`` rows.
 
-    The layers must have the same number of inputs.
+    The layers must have the same number of inputs. The reserved rows are not initialised.
     """
     rows = [layer.out_features for layer in layers]
     weight_NI = note_shared(layers[0].weight.new_empty(sum(rows) + reserved, layers[0].in_features, dtype=dtype))
     for layer, part_OI in zip(layers, weight_NI[: sum(rows)].split(rows), strict=True):
         layer.dense(dtype, out_OI=part_OI)
-    if reserved:
-        weight_NI[sum(rows) :].zero_()
     return weight_NI
 
 

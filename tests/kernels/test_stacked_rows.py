@@ -197,12 +197,15 @@ def test_an_input_without_gradient_gets_none() -> None:
 # Layers
 
 
+WIDTHS = {"q": 64, "k": 32, "v": 32}
+
+
 class Layers(nn.Module):
     """Three linear layers with the same input and a LoRA each."""
 
     def __init__(self, bias: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({name: nn.Linear(64, width, bias) for name, width in zip("qkv", (64, 32, 32), strict=True)})
+        self.layers = nn.ModuleDict({name: nn.Linear(64, width, bias) for name, width in WIDTHS.items()})
         self.merged: MergedLinears | None = None
 
     def forward(self, x: Tensor) -> Tensor:
