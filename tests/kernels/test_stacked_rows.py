@@ -258,7 +258,7 @@ def test_layers_with_all_kinds_of_weights(weights: str, bias: bool, monkeypatch:
 
 
 def test_frozen_bytes_are_those_of_the_weights_alone() -> None:
-    """What is fingerprinted does not contain A, which changes."""
+    """A changes; the fingerprinted bytes do not contain it."""
     model = layers(True, packed=False, stacked=True)
     bases: list[Any] = [layer.get_base_layer() for layer in model.layers.values()]  # type: ignore[operator]
     before = whole_fingerprints([base.weight.data for base in bases], 0).tolist()
