@@ -1,12 +1,18 @@
 """Time, memory and gradients of a recomputed training step, with each method to recompute it, in one process.
 
-usage: python benchmarks/recomputed_step.py [--only flux,flux-int8,z-image,llama] [--toy] [--json FILE] [--steps N]
+usage: python benchmarks/recomputed_step.py [--only flux,flux-int8,z-image,llama] [--stacked | --no-stacked]
+    [--methods NAME,NAME] [--toy] [--json FILE] [--steps N]
 
 Each family's model is made once, at full size with random weights and a LoRA of rank 16: FLUX.1 and Z-Image at
 1,024 px, batch 1; Llama 8B in nf4 with 2 samples of 2,048 tokens. Then each method is applied to it. First comes a
 pass with deterministic kernels. Its gradients are compared with the gradients of plain recomputation. Then captured
 steps are timed. Plain recomputation is timed first and last, so that a drift of the GPU's clock shows. ``--toy``
 rehearses on the CPU with the tiny models, without graphs.
+
+Without ``--stacked`` and ``--no-stacked``, each method is applied to two models with the same weights, one after the
+other: LoRA's A in a separate product, and in the product of merged layers (``kernels.stacked_rows``). With one of
+them, only this one is measured. The gradients of both are compared with plain recomputation of the first. ``--methods``
+selects some: ``--methods plain`` compares the two variants in the shortest time.
 
 Peaks are of tensors: ``eager`` of the deterministic pass, ``step`` of the captured steps, ``planned`` as
 ``lora-rocm plan`` estimates it. The model needs 24 GB (FLUX.1 in bf16), each way some seconds.
@@ -22,7 +28,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +48,7 @@ from lora_rocm.device.allocator import empty_pools  # noqa: E402
 from lora_rocm.device.transfer import DeviceTransfer  # noqa: E402
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for  # noqa: E402
 from lora_rocm.kernels.backend import implementation_for  # noqa: E402
+from lora_rocm.kernels.stacked_rows import rows_stacked  # noqa: E402
 from lora_rocm.kernels.weight_format import use_implementation  # noqa: E402
 from lora_rocm.memory.footprint import count, measured_rates, meta_model  # noqa: E402
 from lora_rocm.memory.manager import MemoryManager  # noqa: E402
@@ -103,6 +110,7 @@ class Bench:
     device: torch.device
     toy: bool
     root: Path
+    stacked: bool = False
     memory: MemoryManager = field(init=False)
 
     def __post_init__(self) -> None:
@@ -119,7 +127,7 @@ class Bench:
             }
         )
         self.family: ModelFamily = family_for(self.recipe)
-        hollow = meta_model(self.family, self.recipe, self.dtype, not self.toy)
+        hollow = meta_model(self.family, self.recipe, self.dtype, not self.toy, self.stacked)
         self.footprint: Footprint = count(self.family, hollow, self.recipe, self.shape)
         self.model = self._load()
         self.num_blocks = len(self.family.blocks(self.model))
@@ -142,7 +150,8 @@ class Bench:
         self.memory.placement(self.family, model, self.transfer, gpu)  # the weights were made where they stay
         for component in model.components.values():
             component.train()
-        self.family.fuse(model, triton=gpu)
+        with rows_stacked(self.stacked):
+            self.family.fuse(model, triton=gpu)
         for component in model.components.values():
             use_implementation(component, implementation_for(self.device, gpu))
         self.weights = adapter.flatten(self.dtype, torch.float32)
@@ -254,13 +263,18 @@ def timed(bench: Bench, steps: int) -> dict[str, Any]:
     return found
 
 
-def measured(bench: Bench, steps: int) -> Iterator[dict[str, Any]]:
-    """Yield a row for each way, then plain recomputation again."""
+def measured(
+    bench: Bench, steps: int, names: Collection[str], wanted_N: Tensor | None
+) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    """Yield a row and its gradients for each way, then for plain recomputation again.
+
+    names: names of the methods, or empty for all. wanted_N: gradients to compare with, or None to use the first ones.
+    """
     rates = Rates() if bench.toy else measured_rates(bench.device, bench.dtype)
     packed = any(block.dense_bytes for block in bench.footprint.blocks)
-    ways = [way for way in WAYS if (packed or not way.once) and (bench.footprint.table_bytes or not way.rows)]
-    wanted_N: Tensor | None = None
-    start = {name: leaf.detach().cpu().clone() for name, leaf in bench.weights.leaves.items()}
+    possible = [way for way in WAYS if (packed or not way.once) and (bench.footprint.table_bytes or not way.rows)]
+    ways = [way for way in possible if not names or way.name in names]
+    start = {name: leaf.detach().to("cpu", copy=True) for name, leaf in bench.weights.leaves.items()}
     for way in (*ways, PLAIN):
         planned_bytes = bench.put(way, rates)
         with torch.no_grad():  # each way begins with the same weights
@@ -271,15 +285,17 @@ def measured(bench: Bench, steps: int) -> Iterator[dict[str, Any]]:
         inputs = bench.memory.inputs
         moved = {} if inputs is None else {"host_bytes": inputs.host_bytes, "slot_bytes": inputs.slot_bytes}
         estimate = bench.memory.plan.step_s if bench.memory.plan is not None else 0.0
-        yield {
+        row = {
             "family": bench.name,
             "way": way.name,
+            "stacked": bench.stacked,
             **figures,
             **timed(bench, steps),
             "planned_peak_bytes": planned_bytes,
             "planned_ms": 1e3 * estimate,
             **moved,
         }
+        yield row, found_N
 
 
 def section_of(name: str, toy: bool, root: Path) -> dict[str, Any]:
@@ -309,8 +325,9 @@ def text_of(row: Mapping[str, Any], plain_ms: float) -> str:
     gib = 2**30
     change = f"{100 * (row['step_ms'] / plain_ms - 1):+.1f} %"
     same = {True: "same bytes", False: f"off by {row.get('difference', 0):.1e}", None: ""}[row.get("same_bytes")]
+    way = row["way"] + (", stacked" if row["stacked"] else "")
     return (
-        f"{row['family']:<10}{row['way']:<46}{row['step_ms']:>9.1f} ms{change:>9}  "
+        f"{row['family']:<10}{way:<55}{row['step_ms']:>9.1f} ms{change:>9}  "
         f"eager {row['eager_peak_bytes'] / gib:6.2f}  step {row['step_peak_bytes'] / gib:6.2f}  "
         f"planned {row['planned_peak_bytes'] / gib:6.2f} GiB  {'graph' if row['captured'] else 'eager'}"
         f"{'  BAD' if row['bad'] else ''}  {same}"
@@ -324,24 +341,33 @@ def main() -> None:
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--methods", default="", help="names of methods, separated by commas; all if empty")
+    parser.add_argument("--stacked", action=argparse.BooleanOptionalAction, help="only this variant, instead of both")
     options = parser.parse_args()
     device, rows = torch.device("cpu" if options.toy else "cuda"), list[dict[str, Any]]()
+    chosen = {name for name in options.methods.split(",") if name}
+    if unknown := chosen - {way.name for way in WAYS}:
+        parser.error(f"--methods: unknown: {', '.join(sorted(unknown))}; known: {', '.join(way.name for way in WAYS)}")
+    forms = (False, True) if options.stacked is None else (options.stacked,)
     with tempfile.TemporaryDirectory() as folder:
         for name in options.only.split(","):
-            started = time.perf_counter()
-            bench = Bench(name, section_of(name, options.toy, Path(folder)), device, options.toy, Path(folder))
-            print(f"{name}: ready after {time.perf_counter() - started:.0f} s", flush=True)
-            plain_ms = 0.0
-            for row in measured(bench, options.steps):
-                plain_ms = plain_ms or row["step_ms"]
-                rows.append(row)
-                print(text_of(row, plain_ms), flush=True)
-                if options.json:
-                    options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
-            print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
-            del bench
-            gc.collect()
-            empty_pools()
+            plain_ms, wanted_N = 0.0, None
+            for stacked in forms:
+                started = time.perf_counter()
+                section = section_of(name, options.toy, Path(folder) / f"{stacked}")
+                bench = Bench(name, section, device, options.toy, Path(folder), stacked)
+                print(f"{name}: ready after {time.perf_counter() - started:.0f} s", flush=True)
+                for row, found_N in measured(bench, options.steps, chosen, wanted_N):
+                    plain_ms = plain_ms or row["step_ms"]
+                    wanted_N = found_N if wanted_N is None else wanted_N
+                    rows.append(row)
+                    print(text_of(row, plain_ms), flush=True)
+                    if options.json:
+                        options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+                print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
+                del bench
+                gc.collect()
+                empty_pools()
 
 
 if __name__ == "__main__":

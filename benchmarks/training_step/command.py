@@ -140,7 +140,8 @@ def run(job: Path, env: Mapping[str, str], on_event: OnEvent) -> None:
         WorkerDiedError: it failed without an error event.
     """
     command = [sys.executable, "-m", MODULE, str(job)]
-    code, log = follow_tool(command, {**env, "PYTHONPATH": str(ROOT)}, on_event)
+    folders = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
+    code, log = follow_tool(command, {**env, "PYTHONPATH": folders}, on_event)
     if code:
         raise worker_died_error(f"The process {MODULE}", code, log)
 

@@ -1,9 +1,10 @@
-"""Tests each attention backend ("route") of torch with one call, before a process computes with a model.
+"""Tests each attention backend ("route") of torch with a few calls, before a process computes with a model.
 
 An attention library can return zeros without an error, or fail only when it is called (ROCm/aotriton#210,
-ComfyUI#15647). A wrong route is reported and disabled in this process, so that torch chooses another one. A change
-event is also emitted, so that later runs on this machine do not use the route. The self-test covers more shapes, but
-runs at most once per software stack of a machine.
+ComfyUI#15647). It can also fail for one memory layout alone, so it is tried with the layouts of our
+models (``attention_layouts``). A wrong route is reported and disabled in this process, so that torch chooses another
+one. A change event is also emitted, so that later runs on this machine do not use the route. The self-test covers more
+shapes, but runs at most once per software stack of a machine.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import replace
 
 import torch
 
+from lora_rocm.checks.attention_layouts import IN_MODELS
 from lora_rocm.checks.selftest_attention import DEFAULT, attention
 from lora_rocm.checks.selftest_base import NotHereError, WrongAnswerError, device_works, synchronize
 from lora_rocm.device.attention import ROUTES, enable, hold_out
@@ -31,9 +33,9 @@ take a few milliseconds.
 """
 SCALE = 2.0
 FUSED_WAYS = ("auto", "sdpa-flash", "sdpa-ck", "sdpa-efficient", "sdpa-cudnn")
-CUDNN_WAY = "sdpa-cudnn"
-"""The only attention setting for which cuDNN is tested. With any other, torch never chooses cuDNN, because plain
-attention has priority; and loading cuDNN takes seconds.
+CUDNN_WAYS = ("auto", "sdpa-cudnn")
+"""The attention settings for which cuDNN is tested. With ``auto``, torch prefers it on NVIDIA GPUs since the H100. With
+any other setting torch never chooses it, and loading it takes seconds.
 """
 
 
@@ -53,7 +55,7 @@ def checked_attention(
         return settings
     # Try each enabled route
     names = [name for name, dtype in FLOATS.items() if dtype in dtypes]
-    never_taken = set() if settings.attention == CUDNN_WAY else {"cudnn"}
+    never_taken = set() if settings.attention in CUDNN_WAYS else {"cudnn"}
     enabled = [route for route in ROUTES if _is_enabled(route) and route not in never_taken]
     wrong, right = dict[str, str](), list[str]()
     for route in enabled:
@@ -106,7 +108,9 @@ def _fault(route: str, device: torch.device, dtypes: Sequence[str]) -> str | Non
         for head_dim, shapes in SHAPES.items():
             try:
                 with torch.autocast(device.type, enabled=False), torch.enable_grad(), _any_algorithm():
-                    attention(device, route, dtype, head_dim, shapes, scale=SCALE)
+                    for layouts, gradients in IN_MODELS.items():
+                        how = (device, route, dtype, head_dim, shapes)
+                        attention(*how, scale=SCALE, layouts=layouts, of_gradient=gradients)
                     synchronize(device)  # so that a fault is attributed to this route
                 tried = True
             except NotHereError:

@@ -7,7 +7,7 @@ A route is tested by a call: torch's ``can_use_...`` functions return true even 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from itertools import product
 
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
+from lora_rocm.checks.attention_layouts import InputLayouts, Layout, laid_out
 from lora_rocm.checks.selftest_base import Check, NotHereError, judge, judge_norm, poison, synchronize
 from lora_rocm.device.attention import ROUTES
 from lora_rocm.device.precision import FLOATS
@@ -33,6 +34,7 @@ NORM_TOLERANCES = {"fp32": 128.0, "fp16": 4.0, "bf16": 4.0}
 """Maximum norm of the error in units of eps, relative to the norm of the answer. In 16 bits the errors of four
 roundings are independent, so their norm is near 0.6 eps (``children.tune.attention.MAX_EPS``).
 """
+PLAIN_INPUTS = InputLayouts("heads", "heads", "heads")
 GRID = 64  # inputs are multiples of 1/64 up to 4: nine bits including the sign
 
 
@@ -78,8 +80,10 @@ def attention(
     shapes: tuple[tuple[int, int, int, int, bool], ...],
     *,
     scale: float,
+    layouts: InputLayouts = PLAIN_INPUTS,
+    of_gradient: Sequence[Layout] = ("heads",),
 ) -> None:
-    """Check the results and gradients of a route at each shape.
+    """Check the results of a route at each shape, and its gradients for each layout of the output's gradient, in turn.
 
     For ``DEFAULT``, torch chooses among the enabled routes.
     """
@@ -90,27 +94,30 @@ def attention(
         q, k, v, grad = (
             (tensor * factor).to(FLOATS[dtype]).to(device) for tensor, factor in zip(inputs, factors, strict=True)
         )
-        for tensor in (q, k, v):
-            tensor.requires_grad_()
+        q, k, v = (laid_out(tensor, its).requires_grad_() for tensor, its in zip((q, k, v), layouts, strict=True))
         poison(device, *(tensor.numel() * tensor.element_size() for tensor in (q, q, k, v)))
         if route == DEFAULT:
             result = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
         else:
             result = _by(route, q, k, v, causal)
-        dq, dk, dv = torch.autograd.grad(result, (q, k, v), grad)
-        synchronize(device)
         what = (
             f"{'chosen' if route == DEFAULT else route} attention {queries}x{keys}, head dimension {head_dim}, {dtype}"
         )
+        what += "" if layouts == PLAIN_INPUTS else f", layouts {'/'.join(layouts)}"
         of_all = NORM_TOLERANCES[dtype] * torch.finfo(FLOATS[dtype]).eps
-        for part, found, answer in (
-            ("", result, wanted * scale),
-            (", gradient of q", dq, wanted_dq * scale * scale),
-            (", gradient of k", dk, wanted_dk * scale * scale),
-            (", gradient of v", dv, wanted_dv * scale),
-        ):
-            judge(found, answer, what + part, tolerance)
-            judge_norm(found, answer, what + part, of_all)
+        for number, layout in enumerate(of_gradient, 1):
+            kept = number < len(of_gradient)
+            dq, dk, dv = torch.autograd.grad(result, (q, k, v), laid_out(grad, layout), retain_graph=kept)
+            synchronize(device)
+            given = "" if len(of_gradient) == 1 else f" for an output gradient in layout {layout}"
+            for part, found, answer in (
+                ("", result, wanted * scale),
+                (f", gradient of q{given}", dq, wanted_dq * scale * scale),
+                (f", gradient of k{given}", dk, wanted_dk * scale * scale),
+                (f", gradient of v{given}", dv, wanted_dv * scale),
+            ):
+                judge(found, answer, what + part, tolerance)
+                judge_norm(found, answer, what + part, of_all)
 
 
 def _by(route: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:

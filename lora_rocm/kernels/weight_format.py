@@ -189,16 +189,16 @@ def unpacked_once() -> Iterator[None]:
         _unpacks_once.reset(token)
 
 
-def joined_weights(layers: Sequence[PackedLinear], dtype: torch.dtype) -> Tensor:
-    """Return the dense weights of packed layers, concatenated by rows.
+def joined_weights(layers: Sequence[PackedLinear], dtype: torch.dtype, reserved: int = 0) -> Tensor:
+    """Return the dense weights of packed layers, concatenated by rows, then ``reserved`` rows.
 
-    The layers must have the same number of inputs.
+    The layers must have the same number of inputs. The reserved rows are not initialised.
     """
     rows = [layer.out_features for layer in layers]
-    weight_OI = note_shared(layers[0].weight.new_empty(sum(rows), layers[0].in_features, dtype=dtype))
-    for layer, part_OI in zip(layers, weight_OI.split(rows), strict=True):
+    weight_NI = note_shared(layers[0].weight.new_empty(sum(rows) + reserved, layers[0].in_features, dtype=dtype))
+    for layer, part_OI in zip(layers, weight_NI[: sum(rows)].split(rows), strict=True):
         layer.dense(dtype, out_OI=part_OI)
-    return weight_OI
+    return weight_NI
 
 
 def use_implementation(component: nn.Module, implementation: Implementation) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -192,6 +193,21 @@ def test_a_child_that_dies_before_is_an_error(child: Any, tmp_path: Path) -> Non
     child(MachineError("out-of-memory", "The GPU has not enough memory for this."))
     with pytest.raises(MachineError, match="not enough memory"):
         measured(tmp_path)
+
+
+@pytest.mark.parametrize("given", [{}, {"PYTHONPATH": "/own/packages"}])
+def test_a_child_finds_the_callers_packages_too(
+    given: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = list[str]()
+
+    def follow(arguments: list[str], env: Mapping[str, str], on_event: object) -> tuple[int, str]:
+        seen.extend(env["PYTHONPATH"].split(os.pathsep))
+        return 0, ""
+
+    monkeypatch.setattr(command, "follow_tool", follow)
+    command.run(tmp_path / "job.json", given, lambda event: None)
+    assert seen == [str(command.ROOT), *given.values()]
 
 
 def test_images_have_to_be_there_unless_they_are_made_up(child: Any, tmp_path: Path) -> None:

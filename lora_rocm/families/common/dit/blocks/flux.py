@@ -27,6 +27,7 @@ from lora_rocm.kernels.backend import Implementation
 from lora_rocm.kernels.gated import activated
 from lora_rocm.kernels.made_again import Made, made, made_again
 from lora_rocm.kernels.norms import Branch, RowNorm, add_branch, add_norm, normal_again, residual_stream
+from lora_rocm.kernels.packed_gradient import with_packed_gradient
 from lora_rocm.kernels.rotary import Rotation
 
 Turns = tuple[Tensor, Tensor]
@@ -156,6 +157,7 @@ class FusedSingleBlock(FluxSingleTransformerBlock):
             return of_y.addmm(activated("gelu-tanh", self.implementation, inner_BSN).flatten(0, 1), weight.t()).view_as(
                 y_BSD
             )
+        y_BSD = with_packed_gradient(y_BSD)
         joined, again = made(lambda given: torch.cat([given[0], self.act_mlp(given[1])], dim=2), [y_BSD, inner_BSN])
         with made_again((joined, again)):
             output: Tensor = self.proj_out(joined)
