@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from lora_rocm.checks.kernel_check import CANNOT, Case, ExactCase, cases_for, launched
+from lora_rocm.checks.kernel_check import CANNOT, IN_EIGHT_BITS, Case, ExactCase, cases_for, launched
 from lora_rocm.errors import LoraRocmError
 from lora_rocm.kernels.backend import nothing_plain
 from lora_rocm.processes.jobs import (
@@ -167,7 +167,7 @@ def main(compile_step: CompileStep | None = None) -> int:
     dtype, child = getattr(torch, job.dtype), name_of(job)
     torch.set_num_threads(1)
     share = compile_only(job.target)
-    cases = {str(case): case for case in cases_for(None, dtype)}
+    cases = {str(case): case for case in (*cases_for(None, dtype), *IN_EIGHT_BITS)}
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def read() -> None:

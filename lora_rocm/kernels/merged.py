@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from lora_rocm.kernels.base_product import BaseProduct, UnpackedProduct
 from lora_rocm.kernels.fused_lora import lora_projections
 from lora_rocm.kernels.lora_layer import LoraLinear, base_of, plain_lora
-from lora_rocm.kernels.weight_format import PackedLinear, is_packed, joined_weights
+from lora_rocm.kernels.weight_format import PackedLinear, is_packed, product_of
 
 
 class MergedLinears:
@@ -52,17 +52,19 @@ class MergedLinears:
         bias_O = self.bias_O
         if bias_O is None and bases[0].bias is not None:
             bias_O = torch.cat([base.get_parameter("bias") for base in bases]).to(x.dtype)
-        dense = partial(_stacked, bases, x.dtype) if self.weight_OI is None else None
-        return lora_projections(x, self.weight_OI, a_RI, b_OR, scales[0], bias_O, dense)
+        product = _product(bases, x.dtype) if self.weight_OI is None else None
+        return lora_projections(x, self.weight_OI, a_RI, b_OR, scales[0], bias_O, product)
 
     def _holds(self, base: nn.Module) -> bool:
         return self.weight_OI is None or self.weight_OI.data_ptr() == base.get_parameter("weight").data_ptr()
 
 
-def _stacked(bases: Sequence[nn.Module], dtype: torch.dtype) -> Tensor:
-    """Return the weights of the layers, concatenated by rows in a new tensor."""
+def _product(bases: Sequence[nn.Module], dtype: torch.dtype) -> BaseProduct:
+    """Return the product with the layers' weights, which are packed or no longer views of one tensor."""
     packed = [base for base in bases if isinstance(base, PackedLinear)]
-    return joined_weights(packed, dtype) if packed else torch.cat([base.get_parameter("weight") for base in bases])
+    if packed:
+        return product_of(packed, dtype)
+    return UnpackedProduct(lambda: torch.cat([base.get_parameter("weight") for base in bases]))
 
 
 def _joined(parameters: Sequence[nn.Parameter]) -> Tensor:

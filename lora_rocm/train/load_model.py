@@ -123,7 +123,8 @@ def compilers_of(start: StartContext) -> AbstractContextManager[KernelCompilers 
 
 def _kernel_memory(start: StartContext) -> KernelMemory:
     model = start.recipe.model
-    return KernelMemory(model.family, model.name_or_path, model.quantization, start.recipe.runtime.compile, start.dtype)
+    kind = (model.family, model.name_or_path, model.quantization, start.recipe.runtime.compile, start.dtype)
+    return KernelMemory(*kind, *([model.compute] if model.compute != "bf16" else []))
 
 
 def choose_kernels(
