@@ -9,7 +9,7 @@ from lora_rocm.kernels.backend import Implementation
 from lora_rocm.kernels.eight_bit import CODES, scaled_rows, scaled_sums
 
 SEED, ROWS, WIDTH = 23, 9, 2304
-"""The width is longer than one block of the kernel, and no multiple of it."""
+"""The width is longer than one block of the kernel, and not a multiple of a block."""
 
 
 def rows_of(name: str, implementation: Implementation, device: torch.device) -> dict[str, Tensor]:
@@ -20,7 +20,7 @@ def rows_of(name: str, implementation: Implementation, device: torch.device) -> 
     x_MN[3, 1::3] *= 1e-3
     x_MN, factor_N1 = x_MN.to(device, torch.bfloat16), factor_N1.to(device)
     code = next(code for code in CODES.values() if code.name == name)
-    found = {}
+    found: dict[str, Tensor] = {}
     for with_factor in (False, True):
         codes_MN, scale_M1 = scaled_rows(x_MN, code, factor_N1 if with_factor else None, implementation)
         found |= {f"codes {with_factor}": codes_MN, f"scales {with_factor}": scale_M1.contiguous()}

@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from lora_rocm.errors import MachineError
 from lora_rocm.foundation.tables import read_table
 
 Product = Literal["fp8", "int8"]
 OF_NVIDIA: dict[Product, tuple[int, int]] = {"fp8": (8, 9), "int8": (8, 0)}
 """Least compute capability of an NVIDIA GPU (torch aten/src/ATen/native/cuda/ScaledBlas.cpp; CUDA's guide)."""
+HIPBLASLT_OFF = "they need hipBLASLt, which this start does not use: it has the profile safe"
+"""A reason for ``refused``."""
 
 
 @dataclass(frozen=True)
@@ -47,3 +50,13 @@ def has_fnuz(gfx: str | None) -> bool:
     """Whether a GPU's fp8 is e4m3fnuz."""
     target = TARGETS.get(gfx or "")
     return target is not None and target.fp8 == "fnuz"
+
+
+def refused(product: str, why: str) -> MachineError:
+    """Return the error for a machine that is not used for products in a format. ``why``: the reason, as a clause."""
+    return MachineError(
+        "eight-bit-refused",
+        f"Products in {product} cannot be used here: {why}.",
+        where=f"model.compute: {product}",
+        fix=f"Remove model.compute: the base stays stored in {product}, and is multiplied in the run's precision.",
+    )

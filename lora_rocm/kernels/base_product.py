@@ -88,10 +88,8 @@ def _split(y: Tensor, rows: Sequence[int]) -> Sequence[Tensor]:
 
 
 def _dense_gradient(dy: Sequence[Tensor], weight_OI: Tensor) -> Tensor:
-    if len(dy) == 1:
-        return dy[0] @ weight_OI
     weights = weight_OI.split([part.shape[-1] for part in dy])
-    dx = dy[0] @ weights[0]
+    dx: Tensor = dy[0] @ weights[0]
     for part, weight in zip(dy[1:], weights[1:], strict=True):
         dx.addmm_(part, weight)
     return dx

@@ -4,8 +4,8 @@ The layer's codes are multiplied as they are stored, each row with its own scale
 y = (q(x) W^T) * scale of x * s, where q rounds each row of x to int8 or e4m3fn, its largest magnitude to the largest
 storable number. Backward: dx = (q(dy * s) W) * scale of dy * s, so the weights are not rounded again.
 
-Plain form: the same codes, multiplied in float32 on the CPU, and in the input's dtype on a GPU, in which all codes are
-exact.
+The eager implementation multiplies the same codes in float32 on the CPU, and in the input's dtype on a GPU. All codes
+are exact in it.
 
 Dimensions: M rows (all leading dimensions), I inputs, O outputs, N columns.
 """
@@ -28,7 +28,7 @@ TINY = 1e-30  # largest magnitude of a row of zeros
 
 
 @dataclass(frozen=True)
-class Code:
+class EightBitCode:
     """An 8-bit number format. name: "int8" or "fp8". largest: its largest number that is used."""
 
     name: str
@@ -36,12 +36,12 @@ class Code:
     largest: float
 
 
-INT8, FP8 = Code("int8", torch.int8, 127.0), Code("fp8", torch.float8_e4m3fn, 448.0)
+INT8, FP8 = EightBitCode("int8", torch.int8, 127.0), EightBitCode("fp8", torch.float8_e4m3fn, 448.0)
 CODES = {code.stored: code for code in (INT8, FP8)}
 
 
 def scaled_rows(
-    x_MN: Tensor, code: Code, factor_N1: Tensor | None, implementation: Implementation
+    x_MN: Tensor, code: EightBitCode, factor_N1: Tensor | None, implementation: Implementation
 ) -> tuple[Tensor, Tensor]:
     """Return the codes of rows (as int8 bytes [M, N]), and the float32 scale of each row [M, 1].
 
@@ -103,7 +103,7 @@ class EightBitProduct:
     """
 
     layers: Sequence[PackedLinear]
-    code: Code
+    code: EightBitCode
     dtype: torch.dtype
 
     def outputs(self, x: Tensor, bias_O: Tensor | None, rows: Sequence[int], needed: bool) -> Outputs:

@@ -1,28 +1,32 @@
 """Products of 8-bit matrices by torch's libraries: ``_scaled_mm`` (fp8) and ``_int_mm`` (int8).
 
-On an AMD GPU both use hipBLASLt, whatever library is preferred. So this is the only module that calls them, and a
-recipe that uses it needs the profile "fast" (``rules/eight_bit_refusal.py``).
+On an AMD GPU both use hipBLASLt, regardless of the preferred library. So this is the only module that calls them. A recipe
+with such products needs the profile "fast" (``rules/eight_bit_refusal.py``), and ``require`` refuses at the start.
 
 Dimensions: M rows, N columns, K summed.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lora_rocm.hardware.eight_bit import has_fnuz
+from lora_rocm.device.hipblaslt import hipblaslt_is_off
+from lora_rocm.hardware.eight_bit import HIPBLASLT_OFF, OF_NVIDIA, has_fnuz, refusal_of, refused
+from lora_rocm.kernels import backend
 from lora_rocm.kernels.backend import gfx_of
 
 MULTIPLE = 16
-"""K and N must be multiples of it for fp8; int8 needs multiples of 8."""
+"""K and N must be multiples of this number for fp8. For int8 multiples of 8 would do."""
 MIN_ROWS = 17
 """Least M that ``_int_mm`` accepts (torch ATen/native/cuda/Blas.cpp). With fewer rows a product reads weights only."""
 SCALES = 256
-"""Scales are in memory of a multiple of this number, because CUTLASS reads whole tiles of them (pytorch#133334)."""
+"""Scales are in memory of a multiple of this number, because CUTLASS reads them in whole tiles (pytorch#133334)."""
 ZERO_OF_OTHER_SIGN = -128
 """The byte 0x80: -0 in e4m3fn, and NaN in e4m3fnuz."""
 
@@ -62,6 +66,26 @@ def int8_product(codes_MK: Tensor, codes_NK: Tensor) -> Tensor:
     """Return codes_MK codes_NK^T as int32 [M, N]. ``codes_NK`` is contiguous."""
     made: Tensor = torch._int_mm(codes_MK, codes_NK.t())
     return made
+
+
+def require(name: str, device: torch.device, environ: Mapping[str, str] = os.environ) -> None:
+    """Check that this device is to multiply in a format, "fp8" or "int8". The CPU multiplies in float32 instead.
+
+    Raises:
+        MachineError: "eight-bit-refused", the GPU is not used for such products, or hipBLASLt or Triton is missing.
+    """
+    if device.type != "cuda":
+        return
+    why = backend.refusal(device)
+    if why is None and torch.version.hip:
+        why = refusal_of(gfx_of(device), name) or (hipblaslt_is_off(environ) and HIPBLASLT_OFF) or None
+    elif why is None:
+        found, least = torch.cuda.get_device_capability(device), OF_NVIDIA["fp8" if name == "fp8" else "int8"]
+        why = (
+            None if found >= least else f"its compute capability is {found[0]}.{found[1]}, below {least[0]}.{least[1]}"
+        )
+    if why is not None:
+        raise refused(name, why)
 
 
 def as_fnuz(codes: Tensor) -> Tensor:

@@ -47,8 +47,8 @@ def scale_rows(
 ):  # fmt: skip
     """Write a row's codes, four in a word, and its scale; one program per row. ``width`` is a multiple of 4.
 
-    The largest magnitude gets the code of ``largest``. Magnitudes are compared as integers, in whose order NaN is the
-    largest. So the scale of a row with NaN is NaN.
+    The largest magnitude gets the code of ``largest``. Magnitudes are compared as integers: NaN is then the
+    largest, and the scale of its row is NaN.
     """
     row = tl.program_id(0).to(tl.int64)
     word, byte = tl.arange(0, BLOCK // 4), tl.arange(0, 4)[None, :]
@@ -75,9 +75,7 @@ def scale_rows(
 
 
 @triton.jit
-def scale_sums(
-    sums, scale, factor, bias, out, width, FACTOR: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr
-):
+def scale_sums(sums, scale, factor, bias, out, width, FACTOR: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
     """Write int32 sums times the scales of their row and column, plus a bias; one program per block of a row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -172,7 +172,8 @@ class _PackedProduct(torch.autograd.Function):
         bias = None if layer.bias is None else layer.bias.to(x.dtype)
         (y,), kept_OI = ctx.product.outputs(x, bias, [layer.out_features], ctx.needs_input_grad[0])
         ctx.save_for_backward(kept_OI)
-        return y
+        output: Tensor = y
+        return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -26,6 +26,7 @@ from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import AdapterError, ModelError
 from lora_rocm.export.writers import kohya_tensors
 from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.kernels import eight_bit_library
 from lora_rocm.kernels.backend import implementation_for
 from lora_rocm.kernels.weight_format import use_implementation
 from lora_rocm.memory.footprint import largest_of
@@ -76,6 +77,8 @@ def load_model(
     Returns the model, its adapter, its training adapter, and the implementation of its kernels.
     """
     recipe = start.recipe
+    if recipe.model.compute != "bf16":
+        eight_bit_library.require(recipe.model.compute, start.device)
     compiled = compilation.how_asked(recipe.runtime.compile, start.device) is not None  # from the unfused modules
     if compilers is not None and memory.kernels is not None:
         compilers.add(unproven_cases(memory.kernels, start.dtype))

@@ -29,7 +29,7 @@ from tests.machine_code.arithmetic import (
 )  # fmt: skip
 from tests.machine_code.assembly import Instruction, Target
 from tests.machine_code.cross_lane import lane_move
-from tests.machine_code.memory import Array
+from tests.machine_code.memory import Array, Words
 from tests.machine_code.operands import (
     DTYPES,
     Builder,
@@ -48,7 +48,14 @@ from tests.machine_code.operands import (
 from tests.machine_code.waves import VCC, Mask, Waves
 
 SELECTIONS = {"dst_sel", "dst_unused", "src0_sel", "src1_sel"}
-PARTS = {"BYTE_0": (8, 0), "BYTE_1": (8, 8), "BYTE_2": (8, 16), "BYTE_3": (8, 24), "WORD_0": (16, 0), "WORD_1": (16, 16)}
+PARTS = {
+    "BYTE_0": (8, 0),
+    "BYTE_1": (8, 8),
+    "BYTE_2": (8, 16),
+    "BYTE_3": (8, 24),
+    "WORD_0": (16, 0),
+    "WORD_1": (16, 16),
+}
 """Number of bits of a part of a register, and its place."""
 
 
@@ -114,9 +121,8 @@ def _into_part(compute: Reader, bits: int, place: int) -> Reader:
     """The low bits of a result at a place of the register, and zeros around them."""
     mask = np.uint32((1 << bits) - 1)
 
-    def moved(waves: Waves) -> Numbers:
-        found: Numbers = (np.ascontiguousarray(compute(waves)).view(np.uint32) & mask) << np.uint32(place)
-        return found
+    def moved(waves: Waves) -> Words:
+        return (np.ascontiguousarray(compute(waves)).view(np.uint32) & mask) << np.uint32(place)
 
     return moved
 

@@ -153,7 +153,9 @@ class LatentFamily(ABC):
 
     def weight_format(self, component: str) -> WeightFormat:
         model = self.recipe.model
-        return quantised(model.quantization, self.packed_layers, model.compute) if component == self.component else DENSE
+        return (
+            quantised(model.quantization, self.packed_layers, model.compute) if component == self.component else DENSE
+        )
 
     def sample_meta(
         self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]
