@@ -174,11 +174,12 @@ def measured(shape: Shape, device: torch.device) -> Iterator[dict[str, Any]]:
 def text_of(row: dict[str, Any]) -> str:
     """Return a row as a line of text."""
     title = f"{row['family']}, {row['layer']}"
+    turned = row["turned_ms"]
     size = f"{row['rows']} x {row['inputs']} x {row['outputs']}"
     passes = (
         f"{way} {row[f'bf16_{way}_ms']:.3f} -> {row[f'eight_{way}_ms']:.3f} ms "
         f"({100 * (row[f'eight_{way}_ms'] / row[f'bf16_{way}_ms'] - 1):+.0f} %, rows {row[f'rows_{way}_ms']:.3f}"
-        f"{', turned %.3f' % row['turned_ms'] if way == 'backward' else ''})"
+        f"{'' if way == 'forward' else f', turned {turned:.3f}'})"
         for way in ("forward", "backward")
     )
     errors = ", ".join(f"{what} {100 * row[f'eight_{what}']:.2f}" for what in ("output", "dx", "da", "db"))

@@ -18,8 +18,10 @@ def rows_of(name: str, implementation: Implementation, device: torch.device) -> 
     x_MN, factor_N1 = torch.randn(ROWS, WIDTH, generator=rng), torch.rand(WIDTH, 1, generator=rng) + 0.01
     x_MN[:4] *= torch.tensor([0.0, 1e-20, 1e20, 1.0])[:, None]
     x_MN[3, 1::3] *= 1e-3
-    x_MN, factor_N1 = x_MN.to(device, torch.bfloat16), factor_N1.to(device)
     code = next(code for code in CODES.values() if code.name == name)
+    x_MN[8] = (20 * x_MN[8]).clamp(-code.largest, code.largest)
+    x_MN[8, 0] = code.largest  # so that the scale is 1, and many numbers are halfway between two codes
+    x_MN, factor_N1 = x_MN.to(device, torch.bfloat16), factor_N1.to(device)
     found: dict[str, Tensor] = {}
     for with_factor in (False, True):
         codes_MN, scale_M1 = scaled_rows(x_MN, code, factor_N1 if with_factor else None, implementation)

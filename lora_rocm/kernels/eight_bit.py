@@ -150,7 +150,7 @@ class EightBitProduct:
         name, sums_MN = f"eight_bit.product: {self.code.name}", None
         if backend.decided(self._implementation, lambda: name) == "triton":
             backend.note_kernel(codes_MK, lambda: name)
-            if codes_MK.device.type in ("cuda", "meta"):
+            if eight_bit_library.multiplies_on(codes_MK.device):
                 if self.code is FP8 and self.dtype is torch.bfloat16:
                     scales = (scale_M1, scale_N1)
                     return eight_bit_library.fp8_product(codes_MK, codes_NK, *scales, bias_N, fast=fast)

@@ -1,7 +1,7 @@
 """Products of 8-bit matrices by torch's libraries: ``_scaled_mm`` (fp8) and ``_int_mm`` (int8).
 
-On an AMD GPU both use hipBLASLt, regardless of the preferred library. So this is the only module that calls them. A recipe
-with such products needs the profile "fast" (``rules/eight_bit_refusal.py``), and ``require`` refuses at the start.
+On an AMD GPU both use hipBLASLt, regardless of the preferred library. So this is the only module that calls them. A
+recipe with such products needs the profile "fast" (``rules/eight_bit_refusal.py``); ``require`` refuses at the start.
 
 Dimensions: M rows, N columns, K summed.
 """
@@ -86,6 +86,11 @@ def require(name: str, device: torch.device, environ: Mapping[str, str] = os.env
         )
     if why is not None:
         raise refused(name, why)
+
+
+def multiplies_on(device: torch.device) -> bool:
+    """Whether torch's library has the products for a device. The meta device represents a GPU."""
+    return device.type in ("cuda", "meta")
 
 
 def as_fnuz(codes: Tensor) -> Tensor:

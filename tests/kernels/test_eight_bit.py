@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 from peft import LoraConfig
 from torch import Tensor, nn
 
+from lora_rocm.checks.kernel_check import IN_EIGHT_BITS, first_wrong
 from lora_rocm.errors import MachineError
 from lora_rocm.hardware.eight_bit import TARGETS, has_fnuz, refusal_of
 from lora_rocm.kernels import backend, eight_bit, eight_bit_library
-from lora_rocm.kernels.eight_bit import CODES, FP8, INT8, EightBitCode, scaled_rows
+from lora_rocm.kernels.eight_bit import FP8, INT8, EightBitCode, scaled_rows
 from lora_rocm.kernels.eight_bit_library import MIN_ROWS, as_fnuz, padded, require
 from lora_rocm.kernels.lora_layer import LoraLinear
 from lora_rocm.kernels.merged import MergedLinears
@@ -262,4 +264,42 @@ def test_a_kernel_that_is_not_proven_is_computed_plainly(name: str, monkeypatch:
     finally:
         backend.use_plain(())
     assert torch.equal(found, wanted) and not seen
-    assert set(CODES) == {torch.int8, torch.float8_e4m3fn} and eight_bit.TINY > 0
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("fault", ["none", "scale", "column", "few columns", "sign"])
+def test_a_product_of_a_library_that_is_wrong_is_found(name: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison of a start, with torch's integer product of the CPU, or float64 for fp8, as the library."""
+
+    def int8(codes_MK: Tensor, codes_NK: Tensor) -> Tensor:
+        return spoiled(torch._int_mm(codes_MK, codes_NK.t()))
+
+    def fp8(x: Tensor, w: Tensor, scale_M1: Tensor, scale_N1: Tensor | None, bias: None, *, fast: bool) -> Tensor:
+        x, w = (codes.view(torch.float8_e4m3fn).double() for codes in (x, w))
+        return spoiled(x @ w.t() * scale_M1 * (1 if scale_N1 is None else scale_N1.t())).bfloat16()
+
+    def spoiled(made_MN: Tensor) -> Tensor:
+        faulty_MN = made_MN.clone()
+        match fault:
+            case "scale":  # of a row
+                faulty_MN[3] = 0
+            case "column":
+                faulty_MN[:, 5] = made_MN[:, 6]
+            case "few columns":  # from a certain number on (ROCm/bitsandbytes#94)
+                faulty_MN[:, 128:] = 0
+            case "sign":
+                faulty_MN[0, 0] = -made_MN[0, 0]
+        return faulty_MN
+
+    monkeypatch.setattr(eight_bit_library, "multiplies_on", lambda device: True)
+    monkeypatch.setattr(eight_bit_library, "int8_product", int8)
+    monkeypatch.setattr(eight_bit_library, "fp8_product", fp8)
+    for kernel in ("scaled_rows", "scaled_sums"):
+        monkeypatch.setattr(eight_bit, kernel, partial(plainly, getattr(eight_bit, kernel)))
+    cases = [case for case in IN_EIGHT_BITS if case.kernel == f"eight_bit.product: {name}"]
+    said = first_wrong(torch.device("cpu"), torch.bfloat16, cases)
+    assert (said is None) == (fault == "none"), said
+
+
+def plainly(kernel: Any, *given: Any) -> Any:
+    return kernel(*given[:-1], "eager")
