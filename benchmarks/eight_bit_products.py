@@ -2,8 +2,8 @@
 
 usage: python benchmarks/eight_bit_products.py [--only flux,z-image,sdxl,llama] [--json FILE] [--limit-s 240] [--toy]
 
-The layers are those of FLUX.1, Z-Image and SDXL at 1,024 px, batch 1, and of Llama 8B with 4,096 tokens, with random
-weights and a LoRA of rank 16. One input in 100 is 20 times as large, as activations of transformers are. Times are of
+Layers of FLUX.1, Z-Image and SDXL at 1,024 px, batch 1, and of Llama 8B with 4,096 tokens; with random weights and a
+LoRA of rank 16. One input in 100 is 20 times as large, as activations of transformers are. Times are of
 the base product alone, forward and backward (the gradient of the input), as a captured graph of several calls. ``bf16``
 is a dense bf16 weight, ``unpacked`` the stored weight unpacked for each pass, and ``eight bit`` the product of codes
 with all of its parts: ``rows`` scaling, ``turned`` the transposed codes, and the product itself.
@@ -33,7 +33,7 @@ from torch import Tensor, nn  # noqa: E402
 from lora_rocm.errors import MachineError  # noqa: E402
 from lora_rocm.kernels import eight_bit_library  # noqa: E402
 from lora_rocm.kernels.backend import implementation_for  # noqa: E402
-from lora_rocm.kernels.eight_bit import CODES, EightBitProduct, scaled_rows  # noqa: E402
+from lora_rocm.kernels.eight_bit import CODES, EightBitProduct, scaled_rows, turned  # noqa: E402
 from lora_rocm.kernels.fused_lora import lora_linear  # noqa: E402
 from lora_rocm.kernels.quantised import quantised  # noqa: E402
 from lora_rocm.kernels.weight_format import PackedLinear, dense_weight, product_of, unpacked_product  # noqa: E402
@@ -153,7 +153,7 @@ class Layer:
             "eight_backward": lambda: eight.input_gradient([self.dy_MO], None),
             "rows_forward": lambda: scaled_rows(self.x_MI, code, None, layer.implementation),
             "rows_backward": lambda: scaled_rows(self.dy_MO, code, scale, layer.implementation),
-            "turned": lambda: layer.weight.t().contiguous(),
+            "turned": lambda: turned(layer.weight, layer.implementation),
         }
         with torch.no_grad():
             return {f"{name}_ms": milliseconds(run, self.device) for name, run in parts.items()}
@@ -174,12 +174,12 @@ def measured(shape: Shape, device: torch.device) -> Iterator[dict[str, Any]]:
 def text_of(row: dict[str, Any]) -> str:
     """Return a row as a line of text."""
     title = f"{row['family']}, {row['layer']}"
-    turned = row["turned_ms"]
+    turned_ms = row["turned_ms"]
     size = f"{row['rows']} x {row['inputs']} x {row['outputs']}"
     passes = (
         f"{way} {row[f'bf16_{way}_ms']:.3f} -> {row[f'eight_{way}_ms']:.3f} ms "
         f"({100 * (row[f'eight_{way}_ms'] / row[f'bf16_{way}_ms'] - 1):+.0f} %, rows {row[f'rows_{way}_ms']:.3f}"
-        f"{'' if way == 'forward' else f', turned {turned:.3f}'})"
+        f"{'' if way == 'forward' else f', turned {turned_ms:.3f}'})"
         for way in ("forward", "backward")
     )
     errors = ", ".join(f"{what} {100 * row[f'eight_{what}']:.2f}" for what in ("output", "dx", "da", "db"))

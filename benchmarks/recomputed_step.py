@@ -1,7 +1,7 @@
 """Time, memory and gradients of a recomputed training step, with each method to recompute it, in one process.
 
 usage: python benchmarks/recomputed_step.py [--only flux,flux-int8,z-image,llama] [--toy] [--json FILE] [--steps N]
-                                           [--products] [--ways plain]
+                                           [--products] [--methods plain]
 
 Each family's model is made once, at full size with random weights and a LoRA of rank 16: FLUX.1 and Z-Image at
 1,024 px, batch 1; Llama 8B in nf4 with 2 samples of 2,048 tokens. Then each method is applied to it. First comes a
@@ -358,10 +358,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--products", action="store_true")
     parser.add_argument(
-        "--ways", default=",".join(way.name.replace(",", ";") for way in WAYS), help="with ; for commas"
+        "--methods", default=",".join(way.name.replace(",", ";") for way in WAYS), help="with ; for commas"
     )
     options = parser.parse_args()
-    ways = [way for way in WAYS if way.name.replace(",", ";") in options.ways.split(",")]
+    ways = [way for way in WAYS if way.name.replace(",", ";") in options.methods.split(",")]
     device, rows = torch.device("cpu" if options.toy else "cuda"), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:
         for name in options.only.split(","):

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from lora_rocm.kernels.backend import Implementation
-from lora_rocm.kernels.eight_bit import CODES, scaled_rows, scaled_sums
+from lora_rocm.kernels.eight_bit import CODES, scaled_rows, scaled_sums, turned
 
 SEED, ROWS, WIDTH = 23, 9, 2304
 """The width is longer than one block of the kernel, and not a multiple of a block."""
+SHAPES = ((144, 336), (128, 128), (16, 1168))
 
 
 def rows_of(name: str, implementation: Implementation, device: torch.device) -> dict[str, Tensor]:
@@ -29,6 +30,13 @@ def rows_of(name: str, implementation: Implementation, device: torch.device) -> 
     x_MN[4, 5], x_MN[5, 7] = torch.nan, torch.inf
     _, scale_M1 = scaled_rows(x_MN[:, : WIDTH // 2], code, None, implementation)
     return found | {"finite scales": scale_M1.isfinite()}
+
+
+def turned_of(implementation: Implementation, device: torch.device) -> dict[str, Tensor]:
+    """Transposed codes of matrices with sizes that are not multiples of a tile, and with a tile's size."""
+    rng = torch.Generator().manual_seed(SEED)
+    drawn = [torch.randint(-128, 128, shape, generator=rng).to(device, torch.int8) for shape in SHAPES]
+    return {str(tuple(codes.shape)): turned(codes, implementation) for codes in drawn}
 
 
 def sums_of(implementation: Implementation, device: torch.device) -> dict[str, Tensor]:

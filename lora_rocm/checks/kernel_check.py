@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from lora_rocm.checks.eight_bit_cases import rows_of, sums_of
+from lora_rocm.checks.eight_bit_cases import rows_of, sums_of, turned_of
 from lora_rocm.checks.kernel_proof import Proof, source_of
 from lora_rocm.checks.selftest_base import Check, WrongAnswerError, poison
 from lora_rocm.checks.selftest_base import first_wrong as first_wrong_of
@@ -437,6 +437,7 @@ IN_FP16 = (
 
 IN_EIGHT_BITS: tuple[Case | ExactCase, ...] = (
     *(ExactCase(f"rows in {name}", partial(rows_of, name), f"eight_bit.scaled_rows: {name}") for name in EIGHT_BITS),
+    ExactCase("transposed codes", turned_of, "eight_bit.turned: int8"),
     ExactCase("scaled sums of int8", sums_of, "eight_bit.scaled_sums: int8"),
     *(
         Case(

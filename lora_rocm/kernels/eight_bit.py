@@ -73,6 +73,19 @@ def scaled_rows(
     return codes_MN if code is INT8 else eight_bit_library.as_fnuz(codes_MN), scale_M1  # no zero has a sign
 
 
+def turned(codes_NK: Tensor, implementation: Implementation) -> Tensor:
+    """Return the transposed codes [K, N] in new memory. Its size does not depend on the samples."""
+    name = "eight_bit.turned: int8"
+    if backend.decided(implementation, lambda: name) == "eager":
+        return note_shared(codes_NK.t().contiguous())
+    turned_KN = note_shared(codes_NK.new_empty(codes_NK.shape[::-1]))
+    if backend.launches(implementation, codes_NK, lambda: name):
+        from lora_rocm.kernels.eight_bit_triton import launch_turn
+
+        launch_turn(codes_NK, turned_KN)
+    return turned_KN
+
+
 def scaled_sums(
     sums_MN: Tensor,
     scale_M1: Tensor,
@@ -126,8 +139,8 @@ class EightBitProduct:
         for layer, part in zip(self.layers, dy, strict=True):
             dy_MO = part.reshape(-1, part.shape[-1])
             codes_MO, scale_M1 = scaled_rows(dy_MO, self.code, _scale(layer), self._implementation)
-            turned_IO = note_shared(layer.weight.t().contiguous())
-            dx_MI = self._product(codes_MO, turned_IO, scale_M1, None, None, fast=False)
+            codes_IO = turned(layer.weight, self._implementation)
+            dx_MI = self._product(codes_MO, codes_IO, scale_M1, None, None, fast=False)
             total_MI = dx_MI if total_MI is None else total_MI.add_(dx_MI)
         assert total_MI is not None
         return total_MI.view(*shape[:-1], total_MI.shape[1])

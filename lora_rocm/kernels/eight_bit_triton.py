@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK, WARPS = 2048, 8
-SUMS = 1024
+SUMS, TILE = 1024, 32
 LAUNCH = {"enable_fp_fusion": False}
 """Options for launching a kernel. Each operation is rounded by itself, so that the bits equal plain PyTorch's."""
 
@@ -75,6 +75,27 @@ def scale_rows(
 
 
 @triton.jit
+def turn_codes(words, turned, row_groups, row_words, TILE: tl.constexpr):
+    """Write the transposed matrix of codes; one program per tile. Words have four codes of a row, as read and written.
+
+    ``row_groups``: a quarter of the number of rows. ``row_words``: words of a row.
+    """
+    group = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    word = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = (group < row_groups)[:, None] & (word < row_words)[None, :]
+    at = (group * 4)[:, None] * row_words + word[None, :]
+    first = tl.load(words + at, mask=inside, other=0)
+    second = tl.load(words + at + row_words, mask=inside, other=0)
+    third = tl.load(words + at + 2 * row_words, mask=inside, other=0)
+    fourth = tl.load(words + at + 3 * row_words, mask=inside, other=0)
+    for byte in tl.static_range(4):
+        low = ((first >> (8 * byte)) & 0xFF) | (((second >> (8 * byte)) & 0xFF) << 8)
+        high = ((third >> (8 * byte)) & 0xFF) | (((fourth >> (8 * byte)) & 0xFF) << 8)
+        to = (word * 4 + byte)[:, None] * row_groups + group[None, :]
+        tl.store(turned + to, tl.trans(low | (high << 16)), mask=tl.trans(inside))
+
+
+@triton.jit
 def scale_sums(sums, scale, factor, bias, out, width, FACTOR: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
     """Write int32 sums times the scales of their row and column, plus a bias; one program per block of a row."""
     row = tl.program_id(0).to(tl.int64)
@@ -101,6 +122,13 @@ def launch_rows(
         x_MN.stride(0), width, largest, tiny,
         FP8=largest != 127, FACTOR=factor_N is not None, BLOCK=BLOCK, num_warps=WARPS, **LAUNCH,
     )  # fmt: skip
+
+
+def launch_turn(codes_NK: Tensor, turned_KN: Tensor) -> None:
+    """Write the transposed codes (int8). Both sizes are multiples of 4."""
+    groups, words = codes_NK.shape[0] // 4, codes_NK.shape[1] // 4
+    grid = triton.cdiv(groups, TILE), triton.cdiv(words, TILE)
+    turn_codes[grid](codes_NK.view(torch.int32), turned_KN.view(torch.int32), groups, words, TILE=TILE, **LAUNCH)
 
 
 def launch_sums(

@@ -244,7 +244,8 @@ def test_a_pass_over_tensors_without_numbers_names_the_kernels(name: str) -> Non
         x = torch.empty(40, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
         layer(x).sum().backward()
     sums = {"eight_bit.scaled_sums: int8"} if name == "int8" else set()
-    assert seen == {f"eight_bit.scaled_rows: {name}", f"eight_bit.product: {name}", *sums}
+    seen_always = {"eight_bit.turned: int8", f"eight_bit.scaled_rows: {name}", f"eight_bit.product: {name}"}
+    assert seen == seen_always | sums
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])
@@ -294,7 +295,7 @@ def test_a_product_of_a_library_that_is_wrong_is_found(name: str, fault: str, mo
     monkeypatch.setattr(eight_bit_library, "multiplies_on", lambda device: True)
     monkeypatch.setattr(eight_bit_library, "int8_product", int8)
     monkeypatch.setattr(eight_bit_library, "fp8_product", fp8)
-    for kernel in ("scaled_rows", "scaled_sums"):
+    for kernel in ("scaled_rows", "scaled_sums", "turned"):
         monkeypatch.setattr(eight_bit, kernel, partial(plainly, getattr(eight_bit, kernel)))
     cases = [case for case in IN_EIGHT_BITS if case.kernel == f"eight_bit.product: {name}"]
     said = first_wrong(torch.device("cpu"), torch.bfloat16, cases)

@@ -26,7 +26,7 @@ GEGLU, LAYER_NORM, SUM_NORM, GROUP_NORM, PLAIN_GROUP_NORM, _, RESIDUAL = range(7
 GELU = next(at for at, case in enumerate(SMALL) if case.name == "GELU")
 NEIGHBOURS, NF4 = (next(at for at, case in enumerate(SMALL) if name in case.name) for name in ("neighbours", "nf4"))
 KNOWN = (*SMALL, *IN_EIGHT_BITS)
-INT8_ROWS, FP8_ROWS, INT8_SUMS = range(len(SMALL), len(SMALL) + 3)
+INT8_ROWS, FP8_ROWS, TURNED, INT8_SUMS = range(len(SMALL), len(SMALL) + 4)
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,16 @@ SOURCE = (
         "packed, mask=begin + word * 4 < width)",
         "packed)",
         INT8_ROWS,
+    ),
+    SourceFault(
+        "a tile is stored without a mask",
+        "eight_bit_triton",
+        "tl.trans(low | (high << 16)), mask=tl.trans(inside))",
+        "tl.trans(low | (high << 16)))",
+        TURNED,
+    ),
+    SourceFault(
+        "a tile reads one row twice", "eight_bit_triton", "at + 3 * row_words", "at + 2 * row_words", TURNED, None
     ),
     SourceFault(
         "codes are in the wrong order", "eight_bit_triton", "<< (8 * byte)", "<< (24 - 8 * byte)", INT8_ROWS, None
