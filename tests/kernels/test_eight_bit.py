@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +12,11 @@ import torch
 from peft import LoraConfig
 from torch import Tensor, nn
 
-from lora_rocm.checks.kernel_check import IN_EIGHT_BITS, first_wrong
+from lora_rocm.checks import kernel_choice
+from lora_rocm.checks.kernel_check import FINGERPRINTS, IN_EIGHT_BITS, first_wrong
 from lora_rocm.errors import MachineError
 from lora_rocm.hardware.eight_bit import TARGETS, has_fnuz, refusal_of
+from lora_rocm.hardware.software_stack import STACK
 from lora_rocm.kernels import backend, eight_bit, eight_bit_library
 from lora_rocm.kernels.eight_bit import FP8, INT8, EightBitCode, scaled_rows
 from lora_rocm.kernels.eight_bit_library import MIN_ROWS, as_fnuz, padded, require
@@ -20,6 +24,7 @@ from lora_rocm.kernels.lora_layer import LoraLinear
 from lora_rocm.kernels.merged import MergedLinears
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import PackedLinear, dense_weight
+from tests.event_lines import hearing
 
 GPU = torch.device("cuda")
 ERRORS = {"int8": 0.012, "fp8": 0.04}
@@ -267,21 +272,29 @@ def test_a_kernel_that_is_not_proven_is_computed_plainly(name: str, monkeypatch:
     assert torch.equal(found, wanted) and not seen
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8"])
-@pytest.mark.parametrize("fault", ["none", "scale", "column", "few columns", "sign"])
-def test_a_product_of_a_library_that_is_wrong_is_found(name: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison of a start, with torch's integer product of the CPU, or float64 for fp8, as the library."""
+class Library:
+    """In place of torch's library on a GPU: its integer product on the CPU, and float64 for fp8. It may be wrong."""
 
-    def int8(codes_MK: Tensor, codes_NK: Tensor) -> Tensor:
-        return spoiled(torch._int_mm(codes_MK, codes_NK.t()))
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fault = "none"
+        monkeypatch.setattr(eight_bit_library, "multiplies_on", lambda device: True)
+        monkeypatch.setattr(eight_bit_library, "int8_product", self.int8)
+        monkeypatch.setattr(eight_bit_library, "fp8_product", self.fp8)
+        for kernel in ("scaled_rows", "scaled_sums", "turned"):
+            monkeypatch.setattr(eight_bit, kernel, partial(plainly, getattr(eight_bit, kernel)))
 
-    def fp8(x: Tensor, w: Tensor, scale_M1: Tensor, scale_N1: Tensor | None, bias: None, *, fast: bool) -> Tensor:
+    def int8(self, codes_MK: Tensor, codes_NK: Tensor) -> Tensor:
+        return self.spoiled(torch._int_mm(codes_MK, codes_NK.t()))
+
+    def fp8(
+        self, x: Tensor, w: Tensor, scale_M1: Tensor, scale_N1: Tensor | None, bias: Tensor | None, *, fast: bool
+    ) -> Tensor:
         x, w = (codes.view(torch.float8_e4m3fn).double() for codes in (x, w))
-        return spoiled(x @ w.t() * scale_M1 * (1 if scale_N1 is None else scale_N1.t())).bfloat16()
+        return self.spoiled(x @ w.t() * scale_M1 * (1 if scale_N1 is None else scale_N1.t())).bfloat16()
 
-    def spoiled(made_MN: Tensor) -> Tensor:
+    def spoiled(self, made_MN: Tensor) -> Tensor:
         faulty_MN = made_MN.clone()
-        match fault:
+        match self.fault:
             case "scale":  # of a row
                 faulty_MN[3] = 0
             case "column":
@@ -292,15 +305,36 @@ def test_a_product_of_a_library_that_is_wrong_is_found(name: str, fault: str, mo
                 faulty_MN[0, 0] = -made_MN[0, 0]
         return faulty_MN
 
-    monkeypatch.setattr(eight_bit_library, "multiplies_on", lambda device: True)
-    monkeypatch.setattr(eight_bit_library, "int8_product", int8)
-    monkeypatch.setattr(eight_bit_library, "fp8_product", fp8)
-    for kernel in ("scaled_rows", "scaled_sums", "turned"):
-        monkeypatch.setattr(eight_bit, kernel, partial(plainly, getattr(eight_bit, kernel)))
+
+def plainly(kernel: Any, *given: Any) -> Any:
+    return kernel(*given[:-1], "eager")
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("fault", ["none", "scale", "column", "few columns", "sign"])
+def test_a_product_of_a_library_that_is_wrong_is_found(name: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Library(monkeypatch).fault = fault
     cases = [case for case in IN_EIGHT_BITS if case.kernel == f"eight_bit.product: {name}"]
     said = first_wrong(torch.device("cpu"), torch.bfloat16, cases)
     assert (said is None) == (fault == "none"), said
 
 
-def plainly(kernel: Any, *given: Any) -> Any:
-    return kernel(*given[:-1], "eager")
+def test_a_product_that_fails_at_a_later_start_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """After an update of the driver: the start notices it, and its steps are in plain PyTorch."""
+    library, said = Library(monkeypatch), list[str]()
+    monkeypatch.setenv("LORA_ROCM_HOME", str(tmp_path))
+    monkeypatch.setattr(kernel_choice, "refusal", lambda device: None)
+    monkeypatch.setattr(kernel_choice, "compiled_here", lambda: nullcontext([]))
+    compare = kernel_choice.first_wrong
+    monkeypatch.setattr(kernel_choice, "first_wrong", lambda *how: None if how[2] == [FINGERPRINTS] else compare(*how))
+
+    def choose(stack: str) -> bool:
+        monkeypatch.setenv(STACK, stack)
+        said.clear()
+        kernels = ["eight_bit.product: int8"]
+        return kernel_choice.choose(torch.device("cpu"), torch.bfloat16, kernels, context=hearing(said)).triton
+
+    assert choose("driver 1") and len(said) == 1
+    library.fault = "few columns"
+    assert choose("driver 1") and not said, "it is proven for this driver"
+    assert not choose("driver 2") and len(said) == 2 and "product in int8" in said[1]
