@@ -20,6 +20,7 @@ import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from lora_rocm.kernels.backend import Form  # noqa: E402
+from lora_rocm.kernels.base_product import BaseProduct, UnpackedProduct  # noqa: E402
 from lora_rocm.kernels.fused_lora import lora_linear  # noqa: E402
 from lora_rocm.kernels.quantised import quantised  # noqa: E402
 
@@ -70,8 +71,8 @@ def compared(rows: int, inputs: int, outputs: int, rank: int, dtype: torch.dtype
     layer = nn.Linear(inputs, outputs, bias=False, device="meta")
     layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
 
-    def step(weight_OI: Tensor | None, dense: Callable[[], Tensor] | None = None) -> None:
-        torch.autograd.grad(lora_linear(x, weight_OI, None, a, b, 1.0, dense), (x, a, b), dy)
+    def step(weight_OI: Tensor | None, product: BaseProduct | None = None) -> None:
+        torch.autograd.grad(lora_linear(x, weight_OI, None, a, b, 1.0, product), (x, a, b), dy)
 
     plain = milliseconds(partial(step, layer.weight))
     yield f"dense       {plain:7.3f} ms"
@@ -79,7 +80,7 @@ def compared(rows: int, inputs: int, outputs: int, rank: int, dtype: torch.dtype
         packed = quantised(name, "").packed(layer)
         for form in FORMS:
             unpack = partial(packed.dense, dtype, form)
-            once, found = milliseconds(unpack), milliseconds(partial(step, None, unpack))
+            once, found = milliseconds(unpack), milliseconds(partial(step, None, UnpackedProduct(unpack)))
             yield f"{name:4} {form:6} {found:7.3f} ms, {found / plain:4.2f} x, unpack {once:.3f} ms"
 
 

@@ -36,7 +36,14 @@ from lora_rocm.families.objectives.loss import losses  # noqa: E402
 from lora_rocm.kernels.quantised import quantised  # noqa: E402
 from lora_rocm.recipe.load import load_recipe  # noqa: E402
 
-FORMATS = ("int8", "fp8", "nf4")
+FORMATS = {
+    "int8": ("int8", "bf16"),
+    "fp8": ("fp8", "bf16"),
+    "nf4": ("nf4", "bf16"),
+    "int8 x int8": ("int8", "int8"),
+    "fp8 x fp8": ("fp8", "fp8"),
+}
+"""Name -> ``model.quantization`` and ``model.compute``."""
 SHAPES = {
     "SDXL 1280 to 10240": (1280, 10240),
     "FLUX 3072 to 12288": (3072, 12288),
@@ -61,16 +68,16 @@ def main() -> None:
     if options.model:
         whole_model(options.model, options.side_px, torch.device(options.device))
         return
-    print(f"{'layer':24}{'format':8}{'weight':>9}{'output':>9}{'dx':>9}{'dA':>9}{'dB':>9}")
+    print(f"{'layer':24}{'format':12}{'weight':>9}{'output':>9}{'dx':>9}{'dA':>9}{'dB':>9}")
     for title, (inputs, outputs) in SHAPES.items():
         layer = made_layer(inputs, outputs)
         exact = passed(layer)
-        for name in FORMATS:
-            packed = passed(quantised(name, "").packed(layer))
+        for name, (stored, compute) in FORMATS.items():
+            packed = passed(quantised(stored, "", compute).packed(layer))
             errors = [
                 float((found - wanted).norm() / wanted.norm()) for found, wanted in zip(packed, exact, strict=True)
             ]
-            print(f"{title:24}{name:8}" + "".join(f"{100 * error:8.2f}%" for error in errors))
+            print(f"{title:24}{name:12}" + "".join(f"{100 * error:8.2f}%" for error in errors))
     if options.layers_only:
         return
     print(f"{'trained on':12}{'its loss':>12}{'on the dense base':>20}{'above dense by':>20}")
@@ -92,7 +99,7 @@ def made_layer(inputs: int, outputs: int) -> nn.Linear:
 
 def passed(layer: nn.Module) -> list[Tensor]:
     """Weight, output, and gradients of the input and of the LoRA's A and B, float32."""
-    from lora_rocm.kernels.weight_format import dense_weight
+    from lora_rocm.kernels.weight_format import dense_weight, is_packed
 
     weight_OI = dense_weight(layer)
     outputs, inputs = weight_OI.shape
@@ -101,7 +108,8 @@ def passed(layer: nn.Module) -> list[Tensor]:
     x[:, ::100] *= 20
     a, b = torch.randn(RANK, inputs, generator=rng) * inputs**-0.5, torch.randn(outputs, RANK, generator=rng) * 0.1
     leaves = [leaf.requires_grad_() for leaf in (x, a, b)]
-    y = x @ weight_OI.T + x @ a.T @ b.T
+    base = layer(x) if is_packed(layer) else x @ weight_OI.T
+    y = base + x @ a.T @ b.T
     return [weight_OI, y.detach(), *torch.autograd.grad((y - target).square().mean(), leaves)]
 
 
@@ -141,22 +149,22 @@ def whole_model(path: str, side_px: int, device: torch.device) -> None:
         return found
 
     exact = passed_whole()
-    print(f"{path}, {side_px} px\n{'format':8}{'output':>9}{'dA':>9}{'dB':>9}", flush=True)
-    for name in FORMATS:
-        weights = quantised(name, family.packed_layers)
+    print(f"{path}, {side_px} px\n{'format':12}{'output':>9}{'dA':>9}{'dB':>9}", flush=True)
+    for name, (stored, compute) in FORMATS.items():
+        weights = quantised(stored, family.packed_layers, compute)
         dense = {at: layer for at, layer in weights.chosen(component).items() if not layer.weight.requires_grad}
         for at, layer in dense.items():
             component.set_submodule(at, weights.packed(layer))
         found = passed_whole()
         errors = (float((one - other).norm() / other.norm()) for one, other in zip(found, exact, strict=True))
-        print(f"{name:8}" + "".join(f"{100 * error:8.2f}%" for error in errors), flush=True)
+        print(f"{name:12}" + "".join(f"{100 * error:8.2f}%" for error in errors), flush=True)
         for at, layer in dense.items():
             component.set_submodule(at, layer)
 
 
-def trained(recipe: str, quantization: str, steps: int, start: int) -> tuple[float, float]:
+def trained(recipe: str, stored: str, steps: int, start: int) -> tuple[float, float]:
     """Train a LoRA; its loss at fixed noise on its own base, and on the dense one."""
-    own, dense = (family_of(recipe, name) for name in (quantization, "none"))
+    own, dense = (family_of(recipe, name) for name in (stored, "none"))
     model, other = (family.load(torch.float32, torch.device("cpu")) for family in (own, dense))
     adapter, on_dense = (
         inject(family, base, family.recipe.lora, start) for family, base in ((own, model), (dense, other))
@@ -173,9 +181,11 @@ def trained(recipe: str, quantization: str, steps: int, start: int) -> tuple[flo
     return sums[0] / EVALUATIONS, sums[1] / EVALUATIONS
 
 
-def family_of(recipe: str, quantization: str) -> ModelFamily:
+def family_of(recipe: str, name: str) -> ModelFamily:
     """The family of a demo's recipe on a base in a format."""
-    overrides = [f"model.quantization={quantization}", f"data.resolution={PX}"]
+    stored, compute = FORMATS.get(name, ("none", "bf16"))
+    overrides = [f"model.quantization={stored}", f"model.compute={compute}", "runtime.profile=fast"]
+    overrides += [f"data.resolution={PX}"]
     return family_for(load_recipe(recipe, overrides).recipe)
 
 

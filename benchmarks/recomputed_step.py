@@ -1,7 +1,7 @@
 """Time, memory and gradients of a recomputed training step, with each method to recompute it, in one process.
 
 usage: python benchmarks/recomputed_step.py [--only flux,flux-int8,z-image,llama] [--stacked | --no-stacked]
-    [--methods NAME,NAME] [--toy] [--json FILE] [--steps N]
+    [--products] [--methods NAME;NAME] [--toy] [--json FILE] [--steps N]
 
 Each family's model is made once, at full size with random weights and a LoRA of rank 16: FLUX.1 and Z-Image at
 1,024 px, batch 1; Llama 8B in nf4 with 2 samples of 2,048 tokens. Then each method is applied to it. First comes a
@@ -13,6 +13,10 @@ Without ``--stacked`` and ``--no-stacked``, each method is applied to two models
 other: LoRA's A in a separate product, and in the product of merged layers (``kernels.stacked_rows``). With one of
 them, only this one is measured. The gradients of both are compared with plain recomputation of the first. ``--methods``
 selects some: ``--methods plain`` compares the two variants in the shortest time.
+
+``--products`` also measures each method with products in eight bits (``model.compute``), on the same model, right after
+the rows without them. It is for the families in fp8 and int8: flux-fp8, flux-int8, z-image-fp8, z-image-int8,
+llama-fp8, llama-int8. LoRA's A is in a separate product there. The gradients are compared as above.
 
 Peaks are of tensors: ``eager`` of the deterministic pass, ``step`` of the captured steps, ``planned`` as
 ``lora-rocm plan`` estimates it. The model needs 24 GB (FLUX.1 in bf16), each way some seconds.
@@ -30,7 +34,7 @@ import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +52,9 @@ from lora_rocm.device.allocator import empty_pools  # noqa: E402
 from lora_rocm.device.transfer import DeviceTransfer  # noqa: E402
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for  # noqa: E402
 from lora_rocm.kernels.backend import implementation_for  # noqa: E402
+from lora_rocm.kernels.quantised import ScaledRows  # noqa: E402
 from lora_rocm.kernels.stacked_rows import rows_stacked  # noqa: E402
-from lora_rocm.kernels.weight_format import use_implementation  # noqa: E402
+from lora_rocm.kernels.weight_format import PackedLinear, use_implementation  # noqa: E402
 from lora_rocm.memory.footprint import count, measured_rates, meta_model  # noqa: E402
 from lora_rocm.memory.manager import MemoryManager  # noqa: E402
 from lora_rocm.optim.base import GatedOptimizer  # noqa: E402
@@ -65,6 +70,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "flux-int8": {"family": "flux", "name_or_path": "random:flux", "quantization": "int8"},
     "z-image": {"family": "z-image", "name_or_path": "random:z-image"},
     "llama": {"family": "causal-lm", "quantization": "nf4"},
+}
+IN_EIGHT_BITS: dict[str, dict[str, Any]] = {
+    f"{name}-{stored}": {**FAMILIES[name], "quantization": stored}
+    for name in ("flux", "z-image", "llama")
+    for stored in ("fp8", "int8")
 }
 SAMPLES = {"llama": (2, SampleShape.of(tokens=2048))}
 IMAGE = (1, SampleShape.of(h=1024, w=1024))
@@ -114,23 +124,43 @@ class Bench:
     memory: MemoryManager = field(init=False)
 
     def __post_init__(self) -> None:
-        self.rows, self.shape = (TOY_SAMPLES if self.toy else SAMPLES).get(self.name, TOY_IMAGE if self.toy else IMAGE)
+        samples, image = (TOY_SAMPLES, TOY_IMAGE) if self.toy else (SAMPLES, IMAGE)
+        self.rows, self.shape = samples["llama"] if self.is_text else image
         self.dtype = torch.float32 if self.toy else torch.bfloat16
         data: dict[str, Any] = {"path": str(self.root)}
-        data |= {} if self.name == "llama" else {"resolution": self.shape["h"], "bucket_step": 32}
+        data |= {} if self.is_text else {"resolution": self.shape["h"], "bucket_step": 32}
         self.recipe = recipe_from(
             {
                 "model": self.section,
                 "data": data,
-                "lora": {"rank": RANK, "targets": "attention-mlp" if self.name == "llama" else "attention"},
+                "lora": {"rank": RANK, "targets": "attention-mlp" if self.is_text else "attention"},
+                "runtime": {"profile": "fast"},
                 "train": {"max_train_steps": 1, "batch_size": self.rows},
             }
         )
         self.family: ModelFamily = family_for(self.recipe)
-        hollow = meta_model(self.family, self.recipe, self.dtype, not self.toy, self.stacked)
-        self.footprint: Footprint = count(self.family, hollow, self.recipe, self.shape)
+        self.footprint = self._counted()
         self.model = self._load()
         self.num_blocks = len(self.family.blocks(self.model))
+
+    @property
+    def is_text(self) -> bool:
+        return self.name.startswith("llama")
+
+    def _counted(self) -> Footprint:
+        family = family_for(self.recipe)
+        hollow = meta_model(family, self.recipe, self.dtype, not self.toy, self.stacked)
+        return count(family, hollow, self.recipe, self.shape)
+
+    def compute(self, name: str) -> None:
+        """Multiply the packed layers as a run with this ``model.compute`` does."""
+        model = self.recipe.model.model_copy(update={"compute": name})
+        self.recipe = self.recipe.model_copy(update={"model": model})
+        for component in self.model.components.values():
+            for layer in component.modules():
+                if isinstance(layer, PackedLinear) and isinstance(layer.weight_format, ScaledRows):
+                    layer.weight_format = replace(layer.weight_format, multiplies=name != "bf16")
+        self.footprint = self._counted()
 
     def _load(self) -> LoadedModel:
         gpu = self.device.type == "cuda"
@@ -173,7 +203,7 @@ class Bench:
         for name, tensor in batch.items():
             if tensor.is_floating_point():
                 tensor.copy_(torch.randn(tensor.shape) if "mask" not in name else torch.ones(tensor.shape))
-        if self.name == "llama":
+        if self.is_text:
             ids = torch.randint(0, 500, batch["input_ids"].shape)
             batch["input_ids"].copy_(ids)
             batch["labels"].copy_(ids)
@@ -264,18 +294,22 @@ def timed(bench: Bench, steps: int) -> dict[str, Any]:
 
 
 def measured(
-    bench: Bench, steps: int, names: Collection[str], wanted_N: Tensor | None
+    bench: Bench, steps: int, names: Collection[str], wanted_N: Tensor | None, products: bool
 ) -> Iterator[tuple[dict[str, Any], Tensor]]:
     """Yield a row and its gradients for each way, then for plain recomputation again.
 
     names: names of the methods, or empty for all. wanted_N: gradients to compare with, or None to use the first ones.
+    products: each way in eight bits, too.
     """
     rates = Rates() if bench.toy else measured_rates(bench.device, bench.dtype)
     packed = any(block.dense_bytes for block in bench.footprint.blocks)
     possible = [way for way in WAYS if (packed or not way.once) and (bench.footprint.table_bytes or not way.rows)]
     ways = [way for way in possible if not names or way.name in names]
     start = {name: leaf.detach().to("cpu", copy=True) for name, leaf in bench.weights.leaves.items()}
-    for way in (*ways, PLAIN):
+    in_eight = [bench.recipe.model.quantization] if products and bench.name in IN_EIGHT_BITS else []
+    rounds = [(compute, way) for compute in ("bf16", *in_eight) for way in ways]
+    for compute, way in (*rounds, ("bf16", PLAIN)):
+        bench.compute(compute)
         planned_bytes = bench.put(way, rates)
         with torch.no_grad():  # each way begins with the same weights
             for name, leaf in bench.weights.leaves.items():
@@ -289,6 +323,7 @@ def measured(
             "family": bench.name,
             "way": way.name,
             "stacked": bench.stacked,
+            "products": compute,
             **figures,
             **timed(bench, steps),
             "planned_peak_bytes": planned_bytes,
@@ -300,8 +335,8 @@ def measured(
 
 def section_of(name: str, toy: bool, root: Path) -> dict[str, Any]:
     """Return a family's section ``model``; Llama's config is written below ``root``."""
-    section = dict(FAMILIES[name])
-    if name == "llama":
+    section = dict((FAMILIES | IN_EIGHT_BITS)[name])
+    if name.startswith("llama"):
         folder = root / "llama"
         folder.mkdir(parents=True, exist_ok=True)
         config: Mapping[str, Any] = {**LLAMA_8B, **(TOY if toy else {})}
@@ -317,7 +352,7 @@ def _tiny(name: str, root: Path) -> Path:
     from tests.tiny_flux import write_tiny_flux
     from tests.tiny_z_image import write_tiny_z_image
 
-    return (write_tiny_z_image if name == "z-image" else write_tiny_flux)(root / name)
+    return (write_tiny_z_image if name.startswith("z-image") else write_tiny_flux)(root / name)
 
 
 def text_of(row: Mapping[str, Any], plain_ms: float) -> str:
@@ -327,7 +362,7 @@ def text_of(row: Mapping[str, Any], plain_ms: float) -> str:
     same = {True: "same bytes", False: f"off by {row.get('difference', 0):.1e}", None: ""}[row.get("same_bytes")]
     way = row["way"] + (", stacked" if row["stacked"] else "")
     return (
-        f"{row['family']:<10}{way:<55}{row['step_ms']:>9.1f} ms{change:>9}  "
+        f"{row['family']:<13}{way:<55}{row['products']:<5}{row['step_ms']:>9.1f} ms{change:>9}  "
         f"eager {row['eager_peak_bytes'] / gib:6.2f}  step {row['step_peak_bytes'] / gib:6.2f}  "
         f"planned {row['planned_peak_bytes'] / gib:6.2f} GiB  {'graph' if row['captured'] else 'eager'}"
         f"{'  BAD' if row['bad'] else ''}  {same}"
@@ -341,14 +376,15 @@ def main() -> None:
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--methods", default="", help="names of methods, separated by commas; all if empty")
+    parser.add_argument("--methods", default="", help="names of methods, separated by semicolons; all if empty")
     parser.add_argument("--stacked", action=argparse.BooleanOptionalAction, help="only this variant, instead of both")
+    parser.add_argument("--products", action="store_true")
     options = parser.parse_args()
     device, rows = torch.device("cpu" if options.toy else "cuda"), list[dict[str, Any]]()
-    chosen = {name for name in options.methods.split(",") if name}
+    chosen = {name for name in options.methods.split(";") if name}
     if unknown := chosen - {way.name for way in WAYS}:
-        parser.error(f"--methods: unknown: {', '.join(sorted(unknown))}; known: {', '.join(way.name for way in WAYS)}")
-    forms = (False, True) if options.stacked is None else (options.stacked,)
+        parser.error(f"--methods: unknown: {'; '.join(sorted(unknown))}; known: {'; '.join(way.name for way in WAYS)}")
+    forms = (False, True) if options.stacked is None and not options.products else (bool(options.stacked),)
     with tempfile.TemporaryDirectory() as folder:
         for name in options.only.split(","):
             plain_ms, wanted_N = 0.0, None
@@ -357,7 +393,7 @@ def main() -> None:
                 section = section_of(name, options.toy, Path(folder) / f"{stacked}")
                 bench = Bench(name, section, device, options.toy, Path(folder), stacked)
                 print(f"{name}: ready after {time.perf_counter() - started:.0f} s", flush=True)
-                for row, found_N in measured(bench, options.steps, chosen, wanted_N):
+                for row, found_N in measured(bench, options.steps, chosen, wanted_N, options.products):
                     plain_ms = plain_ms or row["step_ms"]
                     wanted_N = found_N if wanted_N is None else wanted_N
                     rows.append(row)

@@ -82,6 +82,7 @@ OF_BLAS = (
     "preferred_blas_library",
 )
 """Operations of torch that no preference keeps away from hipBLASLt, and the preference itself."""
+HOMES_OF_BLAS = (f"{PACKAGE}.device.hipblaslt", f"{PACKAGE}.kernels.eight_bit_library")
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_UNLABELLED_LINES = 600, 80, 60
 MEMORY_HOMES = {
     "(?i)mem_?get_?info|get_memory_info": (f"{PACKAGE}.device.device_memory",),
@@ -403,10 +404,10 @@ def _words_of(node: ast.AST) -> Iterator[str]:
 
 
 def product_faults(module: Module) -> Iterator[str]:
-    """Names that only ``device.hipblaslt`` may have, and questions that attention has to answer by being called."""
+    """Names for ``HOMES_OF_BLAS`` alone, and questions that attention has to answer by being called."""
     words_of_blas, words_of_attention = "|".join(OF_BLAS), "can_use_(flash|efficient|cudnn)_attention|SDPAParams"
     may_have = re.search(f"{words_of_blas}|{words_of_attention}", module.source)  # no regular expression for each node
-    if module.name == f"{PACKAGE}.device.hipblaslt" or not may_have:
+    if module.name in HOMES_OF_BLAS or not may_have:
         return
     for node in module.nodes:
         for word in _words_of(node):

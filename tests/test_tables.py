@@ -21,6 +21,7 @@ from lora_rocm.families.objectives.schedulers import SchedulerTable
 from lora_rocm.foundation import redact
 from lora_rocm.foundation.tables import Functions, read_rows, read_table
 from lora_rocm.hardware.archs import ArchTable
+from lora_rocm.hardware.eight_bit import EightBitTable
 from lora_rocm.hardware.pci import PciTable
 from lora_rocm.hardware.wheels import WheelTable
 from lora_rocm.importing.registry import MODULES
@@ -32,6 +33,7 @@ from lora_rocm.model_files.public_metadata import PublicFields
 from lora_rocm.model_files.readers import ReaderTable
 from lora_rocm.model_files.recognise_adapter import AdapterTable
 from lora_rocm.planning.format_errors import FormatError
+from lora_rocm.recipe.eight_bit import Quality
 from lora_rocm.recipe.foreign import ForeignTable
 from lora_rocm.recipe.optimizer_args import OptimizerArgTables as OptimizerArguments
 from lora_rocm.recipe.peer_names import PeerNames
@@ -63,6 +65,7 @@ TABLES: dict[str, tuple[Callable[..., object], type, Functions]] = {
     "doctor/software_checks.toml": (read_table, software_checks.SoftwareTable, software_checks.FUNCTIONS),
     "families/objectives/schedulers.toml": (read_table, SchedulerTable, {}),
     "hardware/archs.toml": (read_table, ArchTable, {}),
+    "hardware/eight_bit.toml": (read_table, EightBitTable, {}),
     "hardware/pci.toml": (read_table, PciTable, {}),
     "hardware/wheels.toml": (read_table, WheelTable, {}),
     **{f"importing/trainers/{name}.toml": (read_table, TrainerTable, {}) for name in (*MODULES, "transformers")},
@@ -73,6 +76,7 @@ TABLES: dict[str, tuple[Callable[..., object], type, Functions]] = {
     "model_files/public_metadata.toml": (read_table, PublicFields, {}),
     "model_files/readers.toml": (read_table, ReaderTable, {}),
     "planning/format_errors.toml": (read_rows, FormatError, {}),
+    "recipe/eight_bit.toml": (read_rows, Quality, {}),
     "recipe/foreign.toml": (read_table, ForeignTable, {}),
     "recipe/optimizer_args.toml": (read_table, OptimizerArguments, {}),
     "recipe/peer_names.toml": (read_table, PeerNames, {}),

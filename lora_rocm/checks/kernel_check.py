@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from lora_rocm.checks.eight_bit_cases import rows_of, sums_of, turned_of
 from lora_rocm.checks.kernel_proof import Proof, source_of
 from lora_rocm.checks.selftest_base import Check, WrongAnswerError, poison
 from lora_rocm.checks.selftest_base import first_wrong as first_wrong_of
@@ -35,7 +36,6 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 square of all numbers. Rounding causes at most half of this. A number that was not written or not masked is off by 0.5.
 """
 SEED = 20
-PACKED_OUTPUTS = 64
 CANNOT = (
     RuntimeError, OSError, ImportError, subprocess.SubprocessError, ValueError, TypeError, AttributeError, LookupError,
     AssertionError,
@@ -224,12 +224,14 @@ def _residual(implementation: Implementation, norm: nn.GroupNorm, x: Tensor, y: 
     return residual(x, y, norm.bias, implementation)
 
 
-def _packed_product(name: str, implementation: Implementation, norm: None, x: Tensor) -> Tensor:
+def _packed_product(
+    name: str, implementation: Implementation, norm: None, x: Tensor, outputs: int = 64, compute: str = "bf16"
+) -> Tensor:
     rng = torch.Generator(x.device).manual_seed(SEED)
-    weight_OI = torch.randn(PACKED_OUTPUTS, x.shape[1], generator=rng, device=x.device).bfloat16()
-    layer = nn.Linear(x.shape[1], PACKED_OUTPUTS, bias=False, device="meta")
+    weight_OI = torch.randn(outputs, x.shape[1], generator=rng, device=x.device).bfloat16()
+    layer = nn.Linear(x.shape[1], outputs, bias=False, device="meta")
     layer.weight = nn.Parameter(weight_OI.to(x.dtype), requires_grad=False)
-    packed = quantised(name, "").packed(layer)
+    packed = quantised(name, "", compute).packed(layer)
     packed.implementation = implementation
     found: Tensor = packed(x)
     return found
@@ -263,6 +265,7 @@ def _heads(dim: int) -> Callable[[], nn.Module]:
     return lambda: nn.RMSNorm(dim)
 
 
+EIGHT_BITS = ("int8", "fp8")
 PACKED = {name: partial(_packed_product, name) for name in ("int8", "fp8", "nf4")}
 SMALL: tuple[Case, ...] = (
     Case("GEGLU", "gated.gated: gelu", _gate, ((3, 5, 140),)),
@@ -432,21 +435,41 @@ IN_FP16 = (
 """Further cases for float16 models, which have a residual stream in float32."""
 
 
-def cases_for(kernels: Collection[str] | None, dtype: torch.dtype) -> tuple[Case | ExactCase, ...]:
-    """Return the cases that test these kernels in a dtype, at the widths of real models. None returns all cases.
+IN_EIGHT_BITS: tuple[Case | ExactCase, ...] = (
+    *(ExactCase(f"rows in {name}", partial(rows_of, name), f"eight_bit.scaled_rows: {name}") for name in EIGHT_BITS),
+    ExactCase("transposed codes", turned_of, "eight_bit.turned: int8"),
+    ExactCase("scaled sums of int8", sums_of, "eight_bit.scaled_sums: int8"),
+    *(
+        Case(
+            f"product in {name} with {outputs} outputs",
+            f"eight_bit.product: {name}",
+            partial(_packed_product, name, outputs=outputs, compute=name),
+            (shape,),
+        )
+        for name in EIGHT_BITS
+        for outputs, shape in ((64, (37, 144)), (1168, (1037, 1536)))
+    ),
+)
+"""Cases of runs with ``model.compute``. Only a run that names their kernels compares them: some GPUs stop at a product
+of int8 matrices.
+"""
 
-    A kernel variant without its own case is tested by all cases of its function. The fingerprint case is always
-    included.
+
+def cases_for(kernels: Collection[str] | None, dtype: torch.dtype) -> tuple[Case | ExactCase, ...]:
+    """Return the cases that test these kernels in a dtype, at the widths of real models.
+
+    None returns all cases except ``IN_EIGHT_BITS``. A kernel variant without its own case is tested by all cases of its
+    function. The fingerprint case is always included.
     """
     more = IN_FP16 if dtype is torch.float16 else ()
     if kernels is None:
         return (*CASES, *more)
-    every = (*LARGE, FINGERPRINTS, *more)
+    every = (*LARGE, FINGERPRINTS, *more, *(case for case in IN_EIGHT_BITS if case.kernel in kernels))
     functions = {kernel.partition(":")[0] for kernel in {*kernels} - {case.kernel for case in every}}
     return tuple(
         case
         for case in every
-        if isinstance(case, ExactCase) or case.kernel in kernels or case.kernel.partition(":")[0] in functions
+        if case is FINGERPRINTS or case.kernel in kernels or case.kernel.partition(":")[0] in functions
     )
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lora_rocm.checks.kernel_check import CANNOT, Case, ExactCase, cases_for, launched
+from lora_rocm.checks.kernel_check import CANNOT, IN_EIGHT_BITS, Case, ExactCase, cases_for, launched
 from lora_rocm.checks.recorded_launches import argument, kernel_of
 from lora_rocm.errors import LoraRocmError
 from lora_rocm.kernels.backend import nothing_plain
@@ -136,7 +136,7 @@ def main() -> int:
     dtype = getattr(torch, job.dtype)
     torch.set_num_threads(1)
     compile_only(job.target)
-    cases = {str(case): case for case in cases_for(None, dtype)}
+    cases = {str(case): case for case in (*cases_for(None, dtype), *IN_EIGHT_BITS)}
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def read() -> None:

@@ -21,6 +21,8 @@ from lora_rocm.planning.data_plan import RunPlan, Seen, plan_data, plan_texts, r
 from lora_rocm.processes.jobs import CheckTextsJob
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe  # recipe: the user names it
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rules.eight_bit_refusal import eight_bit_refusal, eight_bit_text
+from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.supervisor.trackers import require_trackers
 
 if TYPE_CHECKING:
@@ -157,7 +159,9 @@ def check(
     require_trackers(recipe.output)
     # scan the data, while a child process examines the base model
     weighing = Weighing(recipe)
-    errors: list[LoraRocmError] = []
+    in_eight_bits = situation_here(recipe) if recipe.model.compute != "bf16" else None
+    refused = eight_bit_refusal(in_eight_bits) if in_eight_bits is not None else None
+    errors: list[LoraRocmError] = [] if refused is None else [refused]
     samples: Sequence[Sample] = ()
     texts: _CheckedTexts | None = None
     try:
@@ -182,6 +186,8 @@ def check(
         found = replace(found, data=data, plan=plan)
         notes = _cut_captions(recipe, texts.samples() if base.tokenizers else (), base.tokenizers)
     command = train_command(recipe_path, overrides)
+    if in_eight_bits is not None and (text := eight_bit_text(in_eight_bits)) is not None:
+        notes = (text, *notes)
     return replace(found, weight_bytes=base.num_bytes, notes=(*base.notices, *notes), next=command)
 
 

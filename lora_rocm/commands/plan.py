@@ -33,8 +33,10 @@ from lora_rocm.planning.step_plan import CONTEXT_BYTES, MODES, Footprint, Plan, 
 from lora_rocm.planning.step_requirements import ADAPTER, RecipeJob, does_not_fit, job_of, plan_text
 from lora_rocm.processes.jobs import Counted, CountedGpu, PlanJob, QuantisedEncoder
 from lora_rocm.processes.tool import ask
+from lora_rocm.recipe.eight_bit import products_text
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe  # recipe: the user names it
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rules.eight_bit_refusal import eight_bit_text
 from lora_rocm.rules.environment import plan as environment_plan
 from lora_rocm.rules.memory_rules import budget_of, memory_table
 from lora_rocm.rules.rule import Situation
@@ -206,7 +208,7 @@ def planned(loaded: LoadedRecipe, card: str | None = None) -> PlanResult:
         attention_text(found.situation),
         encoders,
         counted.model_is_here,
-        tuple(_notes(recipe, footprint)),
+        tuple(_notes(recipe, footprint, found.situation)),
         tuple(_remarks(recipe, counted.precision, gpu_here, encoders)),
         Failure.of(does_not_fit(recipe, footprint, job, rates, room.num_bytes or 0)) if unfit else None,
         None,
@@ -351,7 +353,7 @@ def _parts_of(known: MemoryBudget | None, budget_bytes: int) -> tuple[BudgetItem
     return (rest[0], *([BudgetItem(name, held)] if held < 0 else ()), *rest[1:])
 
 
-def _notes(recipe: Recipe, footprint: Footprint) -> Iterator[str]:
+def _notes(recipe: Recipe, footprint: Footprint, situation: Situation) -> Iterator[str]:
     """Yield sentences about the consequences of the recipe."""
     for source in {source.index: source for source in recipe.data.resolved_sources()}.values():
         if source.class_prompt is not None:
@@ -361,6 +363,9 @@ def _notes(recipe: Recipe, footprint: Footprint) -> Iterator[str]:
         form, spec = recipe.model.quantization, recipe.spec
         yield f"model.quantization: {weights_text(form)}; {loss_text(form)}"
         yield whole_text(form, spec.name, spec.title)
+    if text := eight_bit_text(situation):
+        yield text
+        yield products_text(recipe.spec.name, recipe.spec.title, recipe.model.compute)
     if footprint.narrow_layers:
         yield (
             "lora.rank is larger than the inputs or outputs of "

@@ -22,6 +22,7 @@ from lora_rocm.processes.process import Asked, OnEvent
 from lora_rocm.recipe.load import load_recipe  # recipe: the user names it
 from lora_rocm.rules import mitigation_store
 from lora_rocm.rules.attention_refusal import require_fitting_attention
+from lora_rocm.rules.eight_bit_refusal import require_eight_bit
 from lora_rocm.rules.environment import environment_json, plan
 from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.rundir.event_types import DataEvent, Event, KernelsEvent
@@ -88,7 +89,9 @@ def prepare(
     require_packages()
     situation = situation_here(loaded.recipe)
     require_fitting_attention(situation)
+    require_eight_bit(situation)
     situation = selftest_runner.ensure(situation, loaded.recipe, notify)
+    require_eight_bit(situation, tested=True)
     # Run the worker in a temporary run directory
     data, checked = list[DataEvent](), list[KernelsEvent]()
 

@@ -36,6 +36,7 @@ from lora_rocm.report.report import write_report
 from lora_rocm.report.vram_spill import spill_bytes
 from lora_rocm.rules import mitigation_store
 from lora_rocm.rules.attention_refusal import require_fitting_attention
+from lora_rocm.rules.eight_bit_refusal import require_eight_bit
 from lora_rocm.rules.environment import EnvPlan, environment_json, plan
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.this_machine import situation_here
@@ -149,6 +150,7 @@ def prepare_run(request: RunRequest, notify: Notify = unheard) -> PreparedRun:
         here, everywhere = me.local_size, me.size
     situation = multi_gpu.with_gpus(situation_here(loaded.recipe), here, everywhere)
     require_fitting_attention(situation)
+    require_eight_bit(situation)
     return PreparedRun(request, loaded, chosen, situation, me)
 
 
@@ -211,6 +213,7 @@ class PreparedRun:
             return RunResult(self.run_dir.path, "ended", code)
         if not holds_run(self.run_dir):  # refuses an unusable GPU before any file is created
             self.situation = selftest_runner.ensure(self.situation, loaded.recipe, notify)
+            require_eight_bit(self.situation, tested=True)
         run = self.run_dir.create()
         with lock.locked(run):
             lock.end_leftover(run, notify, worker=self.request.worker)
@@ -231,6 +234,7 @@ class PreparedRun:
         """Run the worker and write the report. The run directory is already prepared and locked."""
         recipe, accept_changes = self.loaded.recipe, self.request.accept_changes
         situation = selftest_runner.ensure(self.situation, recipe, notify)
+        require_eight_bit(situation, tested=True)
         situation = supervisor.in_force(run, tuning_runner.ensure(run, situation, accept_changes, notify), notify)
         env_plan = plan(situation)
         write_json(run.environment, environment_json(env_plan, situation.facts), run.path)

@@ -5,9 +5,9 @@ means hipBLASLt on RDNA 4 (pytorch#174377), which faults at small LoRA ranks. So
 preference (``prefer_rocblas_if_off``), and the self-test reads it back. ``rules/amd_rules.toml`` lists
 the machines that need it.
 
-``torch._int_mm`` and ``torch._scaled_mm`` always use hipBLASLt, regardless of the preference (FlyDSL#1073). So no
-module may call them: a product of 8-bit numbers would use hipBLASLt even in the profile "safe".
-tests/test_architecture.py (``OF_BLAS``) checks this.
+``torch._int_mm`` and ``torch._scaled_mm`` always use hipBLASLt, regardless of the preference (FlyDSL#1073). So only
+``kernels.eight_bit_library`` calls them, and refuses where hipBLASLt is off: a product of 8-bit numbers would use it
+even in the profile "safe". tests/test_architecture.py (``OF_BLAS``) checks this.
 """
 
 from __future__ import annotations

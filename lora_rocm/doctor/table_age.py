@@ -18,6 +18,7 @@ OLD_DAYS = 120
 PACKAGE = Path(__file__).parents[1]
 AGEING = (
     "hardware/archs.toml",
+    "hardware/eight_bit.toml",
     "hardware/pci.toml",
     "hardware/wheels.toml",
     "doctor/findings.toml",

@@ -41,11 +41,11 @@ def refusal(device: torch.device) -> str | None:
         return "Triton kernels need a GPU"
     if find_spec("triton") is None:
         return "this PyTorch has no Triton (PyTorch for AMD GPUs on Windows is built without it)"
-    gfx, installed = _gfx(device), triton_version()
+    gfx, installed = gfx_of(device), triton_version()
     return None if gfx is None or installed is None else triton_refusal(installed, gfx)
 
 
-def _gfx(device: torch.device) -> str | None:
+def gfx_of(device: torch.device) -> str | None:
     """Return the architecture of an AMD GPU ("gfx1100"), or None for other devices or if no GPU is in use yet."""
     if not torch.version.hip or (device.type == "meta" and not torch.cuda.is_initialized()):
         return None

@@ -8,16 +8,15 @@ Dimensions: M rows (all leading dimensions), I inputs, O outputs, R rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from lora_rocm.kernels.weight_format import unpacks_once
+from lora_rocm.kernels.base_product import BaseProduct, base_gradient, base_outputs
 
 
 def lora_linear(
@@ -27,21 +26,21 @@ def lora_linear(
     a_RI: Tensor,
     b_OR: Tensor,
     scale: float,
-    dense: Callable[[], Tensor] | None = None,
+    product: BaseProduct | None = None,
 ) -> Tensor:
     """Return the output of a linear layer with LoRA, in the dtype of ``x``.
 
     Args:
         x: input [..., I], in float64, float32, bfloat16 or float16. Weight, bias, a and b have the same dtype.
-        weight_OI: frozen base weight, or None if ``dense`` returns it.
+        weight_OI: frozen base weight, or None if there is a ``product``.
         bias_O: frozen bias, or None.
         a_RI: LoRA's A, a leaf; its gradient has its dtype.
         b_OR: LoRA's B, also a leaf.
         scale: alpha / rank.
-        dense: returns the base weight. It is called in each pass, so that no dense weight is kept between passes. In a
-            context of ``unpacked_once`` the backward pass uses the weight of the recomputation.
+        product: the product with a base weight that is not dense. No dense weight is kept between passes. In a context
+            of ``unpacked_once`` the backward pass may use the weight of the recomputation.
     """
-    output: Tensor = _LoraLinear.apply(x, weight_OI, bias_O, a_RI, b_OR, scale, dense)
+    output: Tensor = _LoraLinear.apply(x, weight_OI, bias_O, a_RI, b_OR, scale, product)
     return output
 
 
@@ -52,23 +51,24 @@ def lora_projections(
     b_OR: Sequence[Tensor],
     scale: float,
     bias_O: Tensor | None = None,
-    dense: Callable[[], Tensor] | None = None,
+    product: BaseProduct | None = None,
 ) -> tuple[Tensor, ...]:
     """Return the outputs of several adapted projections of one input: one base product, and one product for all ``A``.
 
     Args:
         x: input [..., I].
-        weight_OI: frozen weights of all projections, concatenated by rows, or None if ``dense`` returns them.
+        weight_OI: frozen weights of all projections, concatenated by rows, or None if there is a ``product``.
         a_RI: LoRA's A of each projection, in the order of the weights.
         b_OR: LoRA's B of each projection, in the order of the weights.
         scale: alpha / rank, the same for all projections.
         bias_O: frozen biases, concatenated as the weights, or None.
-        dense: see ``lora_linear``.
+        product: see ``lora_linear``.
 
     Returns:
-        One output per projection. They are views of one tensor, so their row stride is the sum of all output widths.
+        One output per projection. With dense or unpacked weights they are views of one tensor, so their row stride is
+        the sum of all output widths.
     """
-    outputs: tuple[Tensor, ...] = _LoraProjections.apply(x, weight_OI, bias_O, scale, dense, *a_RI, *b_OR)
+    outputs: tuple[Tensor, ...] = _LoraProjections.apply(x, weight_OI, bias_O, scale, product, *a_RI, *b_OR)
     return outputs
 
 
@@ -82,25 +82,26 @@ class _LoraLinear(Function):
         a_RI: Tensor,
         b_OR: Tensor,
         scale: float,
-        dense: Callable[[], Tensor] | None,
+        product: BaseProduct | None,
     ) -> Tensor:
         x_MI = x.reshape(-1, x.shape[-1])
         h_MR = _scaled_product(x_MI, a_RI.t(), scale)
-        used_OI = _weight(weight_OI, dense)
-        y_MO = F.linear(x_MI, used_OI, bias_O).addmm_(h_MR, b_OR.t())
-        ctx.save_for_backward(x_MI, h_MR, _saved(weight_OI, used_OI, ctx.needs_input_grad[0]), a_RI, b_OR)
-        ctx.scale, ctx.shape, ctx.dense = scale, x.shape, dense
+        rows, needed = [b_OR.shape[0]], ctx.needs_input_grad[0]
+        (y_MO,), kept_OI = base_outputs(x_MI, weight_OI, bias_O, product, rows, needed)
+        y_MO.addmm_(h_MR, b_OR.t())
+        ctx.save_for_backward(x_MI, h_MR, kept_OI, a_RI, b_OR)
+        ctx.scale, ctx.shape, ctx.product = scale, x.shape, product
         return y_MO.view(*x.shape[:-1], y_MO.shape[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x_MI, h_MR, weight_OI, a_RI, b_OR = ctx.saved_tensors
+        x_MI, h_MR, kept_OI, a_RI, b_OR = ctx.saved_tensors
         dy_MO = dy.reshape(-1, dy.shape[-1])
         dh_MR = _scaled_product(dy_MO, b_OR, ctx.scale)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = (dy_MO @ _weight(weight_OI, ctx.dense)).addmm_(dh_MR, a_RI).view(ctx.shape)
+            dx = base_gradient([dy_MO], kept_OI, ctx.product).addmm_(dh_MR, a_RI).view(ctx.shape)
         da_RI = dh_MR.t() @ x_MI if ctx.needs_input_grad[3] else None
         db_OR = dy_MO.t() @ h_MR if ctx.needs_input_grad[4] else None
         return dx, None, None, da_RI, db_OR, None, None
@@ -114,26 +115,25 @@ class _LoraProjections(Function):
         weight_OI: Tensor | None,
         bias_O: Tensor | None,
         scale: float,
-        dense: Callable[[], Tensor] | None,
+        product: BaseProduct | None,
         *leaves: Tensor,
     ) -> tuple[Tensor, ...]:
         count = len(leaves) // 2
         all_a_RI, b_OR = torch.cat(leaves[:count]), leaves[count:]
         x_MI = x.reshape(-1, x.shape[-1])
-        used_OI = _weight(weight_OI, dense)
-        y_MO = F.linear(x_MI, used_OI, bias_O)
+        rows, needed = [b.shape[0] for b in b_OR], ctx.needs_input_grad[0]
+        outputs, kept_OI = base_outputs(x_MI, weight_OI, bias_O, product, rows, needed)
         h_MR = _scaled_product(x_MI, all_a_RI.t(), scale)
-        outputs = y_MO.split([b.shape[0] for b in b_OR], dim=1)
         for y, h, b in zip(outputs, h_MR.split([b.shape[1] for b in b_OR], dim=1), b_OR, strict=True):
             y.addmm_(h, b.t())
-        ctx.save_for_backward(x_MI, h_MR, _saved(weight_OI, used_OI, ctx.needs_input_grad[0]), all_a_RI, *b_OR)
-        ctx.scale, ctx.shape, ctx.dense = scale, x.shape, dense
+        ctx.save_for_backward(x_MI, h_MR, kept_OI, all_a_RI, *b_OR)
+        ctx.scale, ctx.shape, ctx.product = scale, x.shape, product
         return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
-        x_MI, h_MR, weight_OI, all_a_RI, *b_OR = ctx.saved_tensors
+        x_MI, h_MR, kept_OI, all_a_RI, *b_OR = ctx.saved_tensors
         ranks = [b.shape[1] for b in b_OR]
         dy_MO = [d.reshape(-1, d.shape[-1]) for d in dy]
         dh_MR = torch.empty_like(h_MR)
@@ -141,26 +141,10 @@ class _LoraProjections(Function):
             dh.addmm_(d, b, beta=0, alpha=ctx.scale)
         dx = None
         if ctx.needs_input_grad[0]:
-            weights = _weight(weight_OI, ctx.dense).split([d.shape[1] for d in dy_MO])
-            dx = dy_MO[0] @ weights[0]
-            for d, weight in zip(dy_MO[1:], weights[1:], strict=True):
-                dx.addmm_(d, weight)
-            dx = dx.addmm_(dh_MR, all_a_RI).view(ctx.shape)
+            dx = base_gradient(dy_MO, kept_OI, ctx.product).addmm_(dh_MR, all_a_RI).view(ctx.shape)
         da_RI = (dh_MR.t() @ x_MI).split(ranks)
         db_OR = [d.t() @ h for d, h in zip(dy_MO, h_MR.split(ranks, dim=1), strict=True)]
         return dx, None, None, None, None, *da_RI, *db_OR
-
-
-def _weight(weight_OI: Tensor | None, dense: Callable[[], Tensor] | None) -> Tensor:
-    if weight_OI is not None:
-        return weight_OI
-    assert dense is not None
-    return dense()
-
-
-def _saved(weight_OI: Tensor | None, used_OI: Tensor, needed: bool) -> Tensor | None:
-    """Return the weight to save for the backward pass, or None if that pass makes it again or does not need it."""
-    return used_OI if weight_OI is None and needed and unpacks_once() else weight_OI
 
 
 def _scaled_product(left: Tensor, right_factor: Tensor, scale: float) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lora_rocm.errors import AdapterError
 from lora_rocm.kernels.adapter_dropout import AdapterDropout
 from lora_rocm.kernels.fused_lora import lora_linear
-from lora_rocm.kernels.weight_format import PackedLinear, is_packed
+from lora_rocm.kernels.weight_format import PackedLinear, is_packed, product_of
 
 
 class LoraLinear(Linear):
@@ -73,7 +73,7 @@ class LoraLinear(Linear):
         if not isinstance(base, PackedLinear):
             return lora_linear(x, base.weight, base.bias, *found)
         bias = None if base.bias is None else base.bias.to(x.dtype)
-        return lora_linear(x, None, bias, *found, partial(base.dense, x.dtype))
+        return lora_linear(x, None, bias, *found, product_of([base], x.dtype))
 
 
 def drop_ranks(layer: LoraLayer, name: str, rank_dropout: float, module_dropout: float) -> None:

@@ -8,10 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from lora_rocm.kernels.base_product import BaseProduct, UnpackedProduct
 from lora_rocm.kernels.fused_lora import lora_projections
 from lora_rocm.kernels.lora_layer import LoraLinear, base_of, fixed_ranks, plain_lora
 from lora_rocm.kernels.stacked_rows import reserved_rows, stacked_projections
-from lora_rocm.kernels.weight_format import PackedLinear, is_packed, joined_weights
+from lora_rocm.kernels.weight_format import PackedLinear, is_packed, joined_weights, product_of
 
 
 class MergedLinears:
@@ -29,7 +30,7 @@ class MergedLinears:
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         bases = [base_of(layer) for layer in layers]
-        self.reserved = reserved_rows(bases, fixed_ranks(layers))
+        self.reserved = reserved_rows(bases, fixed_ranks(layers)) if all(map(_unpacks, bases)) else 0
         self.weight_OI: Tensor | None = None
         self.bias_O: Tensor | None = None
         if not is_packed(bases[0]):
@@ -59,14 +60,14 @@ class MergedLinears:
         bias_O = self.bias_O
         if bias_O is None and bases[0].bias is not None:
             bias_O = torch.cat([base.get_parameter("bias") for base in bases]).to(x.dtype)
-        fits = 0 < sum(map(len, a_RI)) <= self.reserved
-        dense = partial(_dense, bases, x.dtype, self.reserved if fits else 0) if self.weight_OI is None else None
-        if fits:
+        if 0 < sum(map(len, a_RI)) <= self.reserved:
+            dense = partial(_dense, bases, x.dtype, self.reserved) if self.weight_OI is None else None
             return stacked_projections(x, self.weight_OI, a_RI, b_OR, scales[0], bias_O, dense)
         weight_OI = self.weight_OI
         if weight_OI is not None and self.reserved:  # adapters were added since, with more ranks
             weight_OI = weight_OI[: len(weight_OI) - self.reserved]
-        return lora_projections(x, weight_OI, a_RI, b_OR, scales[0], bias_O, dense)
+        product = _product(bases, x.dtype) if weight_OI is None else None
+        return lora_projections(x, weight_OI, a_RI, b_OR, scales[0], bias_O, product)
 
     def _holds(self, base: nn.Module) -> bool:
         return self.weight_OI is None or self.weight_OI.data_ptr() == base.get_parameter("weight").data_ptr()
@@ -78,6 +79,19 @@ def _dense(bases: Sequence[nn.Module], dtype: torch.dtype, reserved: int) -> Ten
     if packed:
         return joined_weights(packed, dtype, reserved)
     return _concatenated([base.get_parameter("weight") for base in bases], reserved)
+
+
+def _product(bases: Sequence[nn.Module], dtype: torch.dtype) -> BaseProduct:
+    """Return the product with the layers' weights, which are packed or no longer views of one tensor."""
+    packed = [base for base in bases if isinstance(base, PackedLinear)]
+    if packed:
+        return product_of(packed, dtype)
+    return UnpackedProduct(lambda: torch.cat([base.get_parameter("weight") for base in bases]))
+
+
+def _unpacks(base: nn.Module) -> bool:
+    """Whether a dense weight takes part in the product: only then can further rows."""
+    return not isinstance(base, PackedLinear) or base.weight_format.unpacks(base)
 
 
 def _joined(parameters: Sequence[nn.Parameter], reserved: int = 0) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,7 +22,10 @@ from torch import Tensor, nn
 
 from lora_rocm.kernels import backend
 from lora_rocm.kernels.backend import Implementation
-from lora_rocm.kernels.weight_format import DENSE, PackedLinear, WeightFormat
+from lora_rocm.kernels.base_product import BaseProduct
+from lora_rocm.kernels.eight_bit import CODES, EightBitProduct
+from lora_rocm.kernels.eight_bit_library import MULTIPLE
+from lora_rocm.kernels.weight_format import DENSE, PackedLinear, WeightFormat, unpacked_product
 
 BLOCK, NESTED_BLOCK = 64, 256
 CELLS = 16  # from 0 to 1; a cell is narrower than the least distance (0.08) of two limits between levels
@@ -61,6 +64,12 @@ class QuantisedLinears(ABC):
     @abstractmethod
     def unpack(self, layer: PackedLinear, implementation: Implementation, out_OI: Tensor) -> None: ...
 
+    def product(self, layers: Sequence[PackedLinear], dtype: torch.dtype) -> BaseProduct:
+        return unpacked_product(layers, dtype)
+
+    def unpacks(self, layer: PackedLinear) -> bool:
+        return True
+
     def takes(self, layer: nn.Linear) -> bool:
         """Whether the format supports a layer of this size."""
         return True
@@ -80,9 +89,12 @@ class ScaledRows(QuantisedLinears):
     """int8 or fp8 with a float32 scale per row, which maps the row's largest magnitude to the largest storable number.
 
     stored: torch.int8 or torch.float8_e4m3fn.
+    multiplies: whether large inputs are multiplied in eight bits (``EightBitProduct``), and not by the dense weight. It
+        changes no stored byte.
     """
 
     stored: torch.dtype = torch.int8
+    multiplies: bool = False
 
     @property
     def name(self) -> str:
@@ -108,6 +120,14 @@ class ScaledRows(QuantisedLinears):
     def of_codes(self, layer: nn.Linear, stored_OI: Tensor, scale_O1: Tensor) -> PackedLinear:
         """Return a packed layer with these stored numbers (of dtype ``stored``) and float32 scales."""
         return PackedLinear(layer, self, stored_OI, weight_scale=scale_O1)
+
+    def product(self, layers: Sequence[PackedLinear], dtype: torch.dtype) -> BaseProduct:
+        if any(map(self.unpacks, layers)):
+            return unpacked_product(layers, dtype)
+        return EightBitProduct(layers, CODES[self.stored], dtype)
+
+    def unpacks(self, layer: PackedLinear) -> bool:
+        return not self.multiplies or layer.in_features % MULTIPLE > 0 or layer.out_features % MULTIPLE > 0
 
     def stored_bytes(self, layer: nn.Linear, dtype: torch.dtype) -> int:
         return layer.weight.numel() * self.stored.itemsize + layer.out_features * torch.float32.itemsize
@@ -286,13 +306,17 @@ def dynamic_map() -> tuple[float, ...]:
     return tuple(sorted(values))
 
 
-def quantised(name: str, layers: str) -> WeightFormat:
-    """Return the weight format for a value of ``model.quantization``. ``layers``: see ``QuantisedLinears``."""
+def quantised(name: str, layers: str, compute: str = "bf16") -> WeightFormat:
+    """Return the weight format for a value of ``model.quantization``, and its product for one of ``model.compute``.
+
+    ``layers``: see ``QuantisedLinears``. ``compute``: "bf16", or ``name`` for products in eight bits.
+    """
     formats: dict[str, Any] = {
         "none": lambda: DENSE,
-        "int8": lambda: ScaledRows(layers),
-        "fp8": lambda: ScaledRows(layers, torch.float8_e4m3fn),
+        "int8": lambda: ScaledRows(layers, multiplies=compute == name),
+        "fp8": lambda: ScaledRows(layers, torch.float8_e4m3fn, multiplies=compute == name),
         "nf4": lambda: Nf4(layers),
     }
+    assert compute in ("bf16", name), "a recipe's rule refuses others"
     found: WeightFormat = formats[name]()
     return found

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from lora_rocm.kernels.weight_format import dense_shape, unpacks_once
+from lora_rocm.kernels.base_product import unpacks_once
+from lora_rocm.kernels.weight_format import dense_shape
 
 ALIGNMENT = 64
 """N is a multiple of this number: each row of the outputs then begins at a multiple of 128 bytes."""

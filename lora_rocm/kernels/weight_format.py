@@ -6,15 +6,15 @@ estimate work on these tensors in any dtype, so they need not know the format.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lora_rocm.kernels.backend import Implementation, note_shared
+from lora_rocm.kernels.base_product import BaseProduct, UnpackedProduct
 
 
 class WeightFormat(Protocol):
@@ -43,6 +43,12 @@ class WeightFormat(Protocol):
     def unpack(self, layer: PackedLinear, implementation: Implementation, out_OI: Tensor) -> None:
         """Write the dense weight of a packed layer to ``out_OI``, which is contiguous, rounded to its dtype."""
 
+    def product(self, layers: Sequence[PackedLinear], dtype: torch.dtype) -> BaseProduct:
+        """Return the product with packed layers of this format that have the same input, which has this dtype."""
+
+    def unpacks(self, layer: PackedLinear) -> bool:
+        """Whether ``product`` makes the dense weight of a layer for a large input."""
+
 
 class DenseFormat:
     """Unpacked weights in bfloat16, float16 or float32."""
@@ -60,6 +66,14 @@ class DenseFormat:
     def unpack(self, layer: PackedLinear, implementation: Implementation, out_OI: Tensor) -> None:
         """Raise ValueError, because no packed layer has this format."""
         raise ValueError(f"the dense format cannot unpack {layer}")
+
+    def product(self, layers: Sequence[PackedLinear], dtype: torch.dtype) -> BaseProduct:
+        """Raise ValueError, because no packed layer has this format."""
+        raise ValueError(f"the dense format cannot multiply {layers}")
+
+    def unpacks(self, layer: PackedLinear) -> bool:
+        """Raise ValueError, because no packed layer has this format."""
+        raise ValueError(f"the dense format cannot multiply {layer}")
 
     def num_bytes(self, component: nn.Module, dtype: torch.dtype) -> int:
         """Bytes of all parameters in ``dtype``, except for integers, which keep their own dtype."""
@@ -154,39 +168,28 @@ class _PackedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: PackedLinear) -> Tensor:
-        ctx.layer = layer
+        ctx.product = product_of([layer], x.dtype)
         bias = None if layer.bias is None else layer.bias.to(x.dtype)
-        weight_OI = layer.dense(x.dtype)
-        ctx.save_for_backward(weight_OI if unpacks_once() and ctx.needs_input_grad[0] else None)
-        return torch.nn.functional.linear(x, weight_OI, bias)
+        (y,), kept_OI = ctx.product.outputs(x, bias, [layer.out_features], ctx.needs_input_grad[0])
+        ctx.save_for_backward(kept_OI)
+        output: Tensor = y
+        return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None]:
-        (weight_OI,) = ctx.saved_tensors
-        return dy @ (ctx.layer.dense(dy.dtype) if weight_OI is None else weight_OI), None
+        (kept_OI,) = ctx.saved_tensors
+        return ctx.product.input_gradient([dy], kept_OI), None
 
 
-_unpacks_once: ContextVar[bool] = ContextVar("unpacks_once", default=False)
+def product_of(layers: Sequence[PackedLinear], dtype: torch.dtype) -> BaseProduct:
+    """Return the product with the weights of packed layers that have the same input, which has this dtype."""
+    return layers[0].weight_format.product(layers, dtype)
 
 
-def unpacks_once() -> bool:
-    """Whether products save the dense weight that they made, for their backward pass (``unpacked_once``)."""
-    return _unpacks_once.get()
-
-
-@contextmanager
-def unpacked_once() -> Iterator[None]:
-    """Return a context for the forward pass of a recomputed block, and for its recomputation.
-
-    A dense weight that is made in the recomputation is kept until the layer's backward pass, which would otherwise make
-    it again. Weights saved in the forward pass are discarded by the recomputation.
-    """
-    token = _unpacks_once.set(True)
-    try:
-        yield
-    finally:
-        _unpacks_once.reset(token)
+def unpacked_product(layers: Sequence[PackedLinear], dtype: torch.dtype) -> UnpackedProduct:
+    """Return a product that makes the dense weights of packed layers in each pass."""
+    return UnpackedProduct(partial(joined_weights, layers, dtype))
 
 
 def joined_weights(layers: Sequence[PackedLinear], dtype: torch.dtype, reserved: int = 0) -> Tensor:
@@ -194,6 +197,8 @@ def joined_weights(layers: Sequence[PackedLinear], dtype: torch.dtype, reserved:
 
     The layers must have the same number of inputs. The reserved rows are not initialised.
     """
+    if len(layers) == 1 and not reserved:
+        return layers[0].dense(dtype)
     rows = [layer.out_features for layer in layers]
     weight_NI = note_shared(layers[0].weight.new_empty(sum(rows) + reserved, layers[0].in_features, dtype=dtype))
     for layer, part_OI in zip(layers, weight_NI[: sum(rows)].split(rows), strict=True):

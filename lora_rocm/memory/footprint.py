@@ -443,7 +443,8 @@ def adapter_bytes(count: int, state: int, recipe: Recipe, dtype: torch.dtype) ->
 
 
 def _block(name: str, seen: _Seen, dtype: torch.dtype) -> Block:
-    packed = [layer for layer in seen.block.modules() if isinstance(layer, PackedLinear)]
+    layers = [layer for layer in seen.block.modules() if isinstance(layer, PackedLinear)]
+    packed = [layer for layer in layers if layer.weight_format.unpacks(layer)]
     in_weights_bytes, in_dense_bytes = _reserved_bytes([seen.block], dtype)
     dense_bytes = sum(taken_bytes(math.prod(dense_shape(layer)) * dtype.itemsize) for layer in packed) + in_dense_bytes
     return Block(

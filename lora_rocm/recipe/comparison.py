@@ -14,7 +14,7 @@ from lora_rocm.recipe.explain import shown
 from lora_rocm.recipe.optim_sections import OptimSection
 from lora_rocm.recipe.process_sections import TimeoutsSection
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.recipe.sections import AddedLater
+from lora_rocm.recipe.sections import AddedLater, ModelSection
 from lora_rocm.recipe.source_sections import SourceOptions
 from lora_rocm.recipe.yaml_tree import Key, dotted
 
@@ -29,7 +29,7 @@ OF_A_PROCESS = frozenset({
 
 LATER: dict[str, Any] = {
     f"{section}.{name}": info.default
-    for section, options in (("data", SourceOptions), ("optim", OptimSection))
+    for section, options in (("model", ModelSection), ("data", SourceOptions), ("optim", OptimSection))
     for name, info in options.model_fields.items()
     if AddedLater() in info.metadata
 }

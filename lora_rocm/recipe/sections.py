@@ -97,6 +97,7 @@ Tags = Annotated[int, Field(ge=0, le=MAX_TAGS)]
 Weight = Annotated[float, Field(gt=0.0, le=1000.0)]
 Repeats = Annotated[int, Field(gt=0, le=10_000)]
 Quantization = Literal["none", "int8", "fp8", "nf4"]
+Compute = Literal["bf16", "fp8", "int8"]
 PathText = Annotated[str, Field(min_length=1)]  # an empty path would mean the current folder
 
 
@@ -219,6 +220,12 @@ class ModelSection(Section):
         "none",
         description="Format of the frozen linear layers in the blocks: half (int8, fp8) or a quarter (nf4) of the "
         "memory of bf16. Steps are slower and weights less exact.",
+    )
+    compute: Annotated[Compute, AddedLater()] = Field(
+        "bf16",
+        description="Products with the frozen layers: bf16 (or the run's precision), or in the eight bits of "
+        "quantization, which must be the same. Inputs and gradients are then rounded to eight bits, too: faster on a "
+        "few GPUs, and less exact. It needs runtime.profile: fast.",
     )
 
     training_adapter: InputFile | None = Field(

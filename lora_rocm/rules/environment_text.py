@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.hardware.archs import arch_of, triton_of, triton_refusal
 from lora_rocm.hardware.settings import VARIABLE, Settings
+from lora_rocm.rules.eight_bit_refusal import eight_bit_text
 from lora_rocm.rules.environment import EnvPlan, EnvRow
 from lora_rocm.rules.rule import SETTING, Situation, is_fast
 from lora_rocm.rules.this_machine import RECORDED_APP_DIR
@@ -27,6 +28,8 @@ def described(situation: Situation, env_plan: EnvPlan, shell: str | None, *, exp
 
 def _table(situation: Situation, env_plan: EnvPlan, explain: bool) -> Iterator[str]:
     yield from _machine(situation)
+    if explain and (text := eight_bit_text(situation)):
+        yield printable(text)
     for title, rows in (("Variables", env_plan.variables), ("Settings", env_plan.setting_rows)):
         if rows:
             yield f"\n{title}"

@@ -75,7 +75,8 @@ def _words_of_previews(recipe: Recipe) -> list[str]:
 
 def _base(recipe: Recipe) -> list[str]:
     model = recipe.model
-    return [model.name_or_path, *([f"as {model.quantization}"] if model.quantization != "none" else [])]
+    products = [f"products in {model.compute}"] if model.compute != "bf16" else []
+    return [model.name_or_path, *([f"as {model.quantization}"] if model.quantization != "none" else []), *products]
 
 
 def _words_of_training(recipe: Recipe) -> list[str]:

@@ -28,6 +28,7 @@ from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import AdapterError, ModelError
 from lora_rocm.export.writers import kohya_tensors
 from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.kernels import eight_bit_library
 from lora_rocm.kernels.backend import implementation_for
 from lora_rocm.kernels.stacked_rows import rows_stacked
 from lora_rocm.kernels.weight_format import use_implementation
@@ -81,6 +82,8 @@ def load_model(
     Returns the model, its adapter, its training adapter, and the implementation of its kernels.
     """
     recipe = start.recipe
+    if recipe.model.compute != "bf16":
+        eight_bit_library.require(recipe.model.compute, start.device)
     compiled = compilation.how_asked(recipe.runtime.compile, start.device) is not None  # from the unfused modules
     if compilers is not None and memory.kernels is not None:
         compilers.add(unproven_cases(memory.kernels, start.dtype))
@@ -143,7 +146,8 @@ def _launches_of_step(start: StartContext) -> StepLaunches | None:
 
 def _kernel_memory(start: StartContext) -> KernelMemory:
     model = start.recipe.model
-    return KernelMemory(model.family, model.name_or_path, model.quantization, start.recipe.runtime.compile, start.dtype)
+    kind = (model.family, model.name_or_path, model.quantization, start.recipe.runtime.compile, start.dtype)
+    return KernelMemory(*kind, *([model.compute] if model.compute != "bf16" else []))
 
 
 def choose_kernels(

@@ -12,10 +12,11 @@ import torch
 
 triton = pytest.importorskip("triton")
 from benchmarks.registers import CARDS, NoDriver, driver, dtype_on  # noqa: E402
-from lora_rocm.checks.kernel_check import Case, ExactCase, cases_for, launched  # noqa: E402
+from lora_rocm.checks.kernel_check import IN_EIGHT_BITS, Case, ExactCase, cases_for, launched  # noqa: E402
 from lora_rocm.dataset.shape import SampleShape  # noqa: E402
 from lora_rocm.families.base import family_for  # noqa: E402
 from lora_rocm.memory.footprint import count, meta_model  # noqa: E402
+from lora_rocm.planning.step_plan import Footprint  # noqa: E402
 from lora_rocm.recipe.kinds import recipe_from  # noqa: E402
 from tests.golden import GOLDEN, assert_golden  # noqa: E402
 from tests.tiny_flux import write_tiny_flux  # noqa: E402
@@ -48,18 +49,25 @@ Cases = Sequence[Case | ExactCase]
 
 def cases_of(start: str, folder: Path, dtype: torch.dtype) -> Cases:
     """The cases that the first start of a family compares. Names of kernels do not depend on the model's size."""
+    return cases_for(footprint_of(start, folder, dtype).kernels, dtype)
+
+
+def footprint_of(start: str, folder: Path, dtype: torch.dtype) -> Footprint:
+    """The counted memory of a start. "flux int8 x int8" has products in eight bits."""
     name, _, quantization = start.partition(" ")
+    quantization, _, compute = quantization.partition(" x ")
     BASES[name](folder)
     is_text = name in ("llama", "gemma3")
     model = {"family": "causal-lm" if is_text else name}
     model["name_or_path"] = str(folder) if name != "sdxl" else "builtin:tiny-sdxl"
     model |= {"quantization": quantization} if quantization else {}
+    model |= {"compute": compute} if compute else {}
     data = {"sources": [{"dataset": "builtin:demo-chats"}]} if is_text else {"path": str(folder)}
     sections: dict[str, Any] = {"model": model, "data": data, "train": {"max_train_steps": 1}}
+    sections |= {"runtime": {"profile": "fast"}}
     recipe = recipe_from(sections | {"lora": {"rank": 4, "targets": "all-linear" if is_text else "attention"}})
     family = family_for(recipe)
-    found = count(family, meta_model(family, recipe, dtype), recipe, TEXT if is_text else IMAGE)
-    return cases_for(found.kernels, dtype)
+    return count(family, meta_model(family, recipe, dtype), recipe, TEXT if is_text else IMAGE)
 
 
 def programs(cases: Cases, gfx: str) -> set[tuple[str, str]]:
@@ -96,6 +104,20 @@ def test_a_start_compares_at_most_twelve_cases(start: str, tmp_path: Path) -> No
     cases = cases_of(start, tmp_path / "a base ä", torch.bfloat16)
     assert 2 < len(cases) <= MAX_CASES
     assert {number for name, gfx, number, _ in recorded() if name == start and gfx == "gfx1100"} == {len(cases)}
+
+
+@pytest.mark.parametrize("stored", ["int8", "fp8"])
+def test_a_start_with_products_in_eight_bits_counts_and_compares_them(stored: str, tmp_path: Path) -> None:
+    plain, eight = (
+        footprint_of(f"flux {how}", tmp_path / how.replace(" ", "-"), torch.bfloat16)
+        for how in (stored, f"{stored} x {stored}")
+    )
+    assert all(block.dense_bytes for block in plain.blocks) and not any(block.dense_bytes for block in eight.blocks)
+    assert eight.weight_bytes == plain.weight_bytes
+    unproven = {case.kernel for case in cases_for(eight.kernels, torch.bfloat16)}
+    assert {f"eight_bit.product: {stored}", f"eight_bit.scaled_rows: {stored}", "eight_bit.turned: int8"} <= unproven
+    of_eight_bits = {case for case in IN_EIGHT_BITS if case.kernel in (eight.kernels or ())}
+    assert of_eight_bits and not of_eight_bits & {*cases_for(plain.kernels, torch.bfloat16)}
 
 
 def test_more_kernels_would_be_seen() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lora_rocm.checks.kernel_check import SMALL, first_wrong
+from lora_rocm.checks.kernel_check import IN_EIGHT_BITS, SMALL, first_wrong
 from tests.machine_code.errors import LdsRaceError, MachineCodeError, OutOfBoundsError
 
 pytest.importorskip("triton")
@@ -25,6 +25,8 @@ from tests.machine_code.card import Card, in_use  # noqa: E402  (needs triton)
 GEGLU, LAYER_NORM, SUM_NORM, GROUP_NORM, PLAIN_GROUP_NORM, _, RESIDUAL = range(7)
 GELU = next(at for at, case in enumerate(SMALL) if case.name == "GELU")
 NEIGHBOURS, NF4 = (next(at for at, case in enumerate(SMALL) if name in case.name) for name in ("neighbours", "nf4"))
+KNOWN = (*SMALL, *IN_EIGHT_BITS)
+INT8_ROWS, FP8_ROWS, TURNED, INT8_SUMS = range(len(SMALL), len(SMALL) + 4)
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,77 @@ SOURCE = (
     ),
     SourceFault("a wrong divisor of channels", "group_norm_triton", "at % channels", "at % (channels + 1)", RESIDUAL),
     SourceFault("heads are read without a mask", "rotary_triton", "head < heads", "head < 99", NEIGHBOURS),
+    SourceFault(
+        "codes are stored without a mask",
+        "eight_bit_triton",
+        "packed, mask=begin + word * 4 < width)",
+        "packed)",
+        INT8_ROWS,
+    ),
+    SourceFault(
+        "a tile is stored without a mask",
+        "eight_bit_triton",
+        "tl.trans(low | (high << 16)), mask=tl.trans(inside))",
+        "tl.trans(low | (high << 16)))",
+        TURNED,
+    ),
+    SourceFault(
+        "a tile reads one row twice", "eight_bit_triton", "at + 3 * row_words", "at + 2 * row_words", TURNED, None
+    ),
+    SourceFault(
+        "codes are in the wrong order", "eight_bit_triton", "<< (8 * byte)", "<< (24 - 8 * byte)", INT8_ROWS, None
+    ),
+    SourceFault(
+        "some numbers of int8 are rounded up",
+        "eight_bit_triton",
+        "(value + 12582912.0)",
+        "(value + 0.25 + 12582912.0)",
+        INT8_ROWS,
+        None,
+    ),
+    SourceFault("halves of fp8 are rounded up", "eight_bit_triton", "+ ((size_bits >> 20) & 1)", "+ 1", FP8_ROWS, None),
+    SourceFault(
+        "small numbers of fp8 are lost",
+        "eight_bit_triton",
+        "size_bits < 0x3C800000",
+        "size_bits < 0x3C000000",
+        FP8_ROWS,
+        None,
+    ),
+    SourceFault(
+        "zeros of fp8 keep a sign",
+        "eight_bit_triton",
+        "tl.where(code == 0, 0, ",
+        "tl.where(code < 0, 0, ",
+        FP8_ROWS,
+        None,
+    ),
+    SourceFault(
+        "a row of zeros is divided by zero",
+        "eight_bit_triton",
+        "peak_bits > tiny_bits",
+        "peak_bits >= 0",
+        FP8_ROWS,
+        None,
+    ),
+    SourceFault(
+        "rows of a longer tensor are read as if it were dense",
+        "eight_bit_triton",
+        "row * stride + column",
+        "row * width + column",
+        FP8_ROWS,
+        None,
+    ),
+    SourceFault(
+        "the scale is the first row's", "eight_bit_triton", "tl.load(scale + row)", "tl.load(scale)", INT8_SUMS, None
+    ),
+    SourceFault(
+        "a bias is read without a mask",
+        "eight_bit_triton",
+        "tl.load(bias + column, mask=inside, other=0.0)",
+        "tl.load(bias + column)",
+        INT8_SUMS,
+    ),
     SourceFault("a wrong sign of a turn", "rotary_triton", "a * c - b * s", "a * c + b * s", NEIGHBOURS, None),
 )
 
@@ -146,7 +219,7 @@ CODE = (
 
 def verdict(card: Card, case: int) -> str | None:
     with in_use(card):
-        return first_wrong(torch.device("cpu"), torch.bfloat16, [SMALL[case]])
+        return first_wrong(torch.device("cpu"), torch.bfloat16, [KNOWN[case]])
 
 
 @pytest.mark.parametrize("fault", SOURCE, ids=str)

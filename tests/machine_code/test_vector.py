@@ -46,6 +46,8 @@ NAN = 0x7FC00000
         ("v_add3_u32 v3, v1, v2, 1", 7, 3, 11),
         ("v_min_i32 v3, v1, v2", MAX, 1, MAX),
         ("v_max_u32 v3, v1, v2", MAX, 1, MAX),
+        ("v_max3_i32 v3, v1, v2, 3", MAX, 2, 3),
+        ("v_max3_u32 v3, v1, v2, 3", MAX, 2, MAX),
         ("v_bitop3_b32 v3, v1, v2, 6 bitop3:0xc8", 8, 11, 11 & (8 | 6)),
         ("v_not_b32 v3, v1", 1, 0, MAX - 1),
     ],

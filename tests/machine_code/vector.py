@@ -29,7 +29,7 @@ from tests.machine_code.arithmetic import (
 )  # fmt: skip
 from tests.machine_code.assembly import Instruction, Target
 from tests.machine_code.cross_lane import lane_move
-from tests.machine_code.memory import Array
+from tests.machine_code.memory import Array, Words
 from tests.machine_code.operands import (
     DTYPES,
     Builder,
@@ -48,6 +48,15 @@ from tests.machine_code.operands import (
 from tests.machine_code.waves import VCC, Mask, Waves
 
 SELECTIONS = {"dst_sel", "dst_unused", "src0_sel", "src1_sel"}
+PARTS = {
+    "BYTE_0": (8, 0),
+    "BYTE_1": (8, 8),
+    "BYTE_2": (8, 16),
+    "BYTE_3": (8, 24),
+    "WORD_0": (16, 0),
+    "WORD_1": (16, 16),
+}
+"""Number of bits of a part of a register, and its place."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +71,11 @@ class Computed:
 
 
 def sources_of(
-    instruction: Instruction, target: Target, texts: tuple[str, ...], types: tuple[str, ...]
+    instruction: Instruction, target: Target, texts: tuple[str, ...], types: tuple[str, ...], to: str = "DWORD"
 ) -> tuple[list[Reader], Callable[[Waves], Mask] | None]:
     """Readers of the sources, and the threads that may be written (None: all active ones).
+
+    ``to``: the part of the destination that the caller writes.
 
     Raises:
         UnknownInstructionError: a modifier that is not modelled.
@@ -72,7 +83,7 @@ def sources_of(
     if len(texts) != len(types):
         raise instruction.unknown("form")
     if instruction.form == "sdwa":
-        if set(instruction.modifiers) - SELECTIONS or instruction.modifiers.get("dst_sel") != "DWORD":
+        if set(instruction.modifiers) - SELECTIONS or instruction.modifiers.get("dst_sel") != to:
             raise instruction.unknown("modifier")
         chosen = [instruction.modifiers.get(f"src{number}_sel", "DWORD") for number in range(len(texts))]
         readers = [read(instruction, *source) for source in zip(texts, types, chosen, strict=True)]
@@ -93,12 +104,27 @@ def alu(result: str, function: Function, *types: str, accumulates: bool = False)
 
     def build(instruction: Instruction, target: Target) -> Operation:
         into, *texts = instruction.operands
-        readers, where = sources_of(instruction, target, tuple(texts), types)
+        part = instruction.modifiers.get("dst_sel", "DWORD")
+        readers, where = sources_of(instruction, target, tuple(texts), types, part)
         if accumulates:
             readers.append(read(instruction, into, result))
-        return Computed(applied(function, readers), write(instruction, into, result, where))
+        if part == "DWORD":
+            return Computed(applied(function, readers), write(instruction, into, result, where))
+        if instruction.modifiers.get("dst_unused") != "UNUSED_PAD" or result not in ("u32", "i32", "f32"):
+            raise instruction.unknown("modifier")
+        return Computed(_into_part(applied(function, readers), *PARTS[part]), write(instruction, into, "u32", where))
 
     return build
+
+
+def _into_part(compute: Reader, bits: int, place: int) -> Reader:
+    """The low bits of a result at a place of the register, and zeros around them."""
+    mask = np.uint32((1 << bits) - 1)
+
+    def moved(waves: Waves) -> Words:
+        return (np.ascontiguousarray(compute(waves)).view(np.uint32) & mask) << np.uint32(place)
+
+    return moved
 
 
 def applied(function: Function, readers: list[Reader]) -> Reader:
@@ -280,6 +306,8 @@ INTEGERS: dict[str, Builder] = {
     "v_mad_u32_u24": alu("u32", lambda x, y, z: (x & LOW_24) * (y & LOW_24) + z, *UU, "u32"),
     "v_min_i32": alu("i32", np.minimum, *II),
     "v_max_i32": alu("i32", np.maximum, *II),
+    "v_max3_i32": alu("i32", lambda x, y, z: np.maximum(np.maximum(x, y), z), *II, "i32"),
+    "v_max3_u32": alu("u32", lambda x, y, z: np.maximum(np.maximum(x, y), z), *UU, "u32"),
     "v_min_u32": alu("u32", np.minimum, *UU),
     "v_max_u32": alu("u32", np.maximum, *UU),
     "v_lshlrev_b32": alu("u32", lambda n, x: x << (n & 31), *UU),

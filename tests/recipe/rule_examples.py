@@ -35,6 +35,7 @@ RATES: Mapping[str, Any] = {
 WATCHING = {"train.validation_every_n_steps": 5}
 RELATIVE = {"optim.optimizer": "adafactor", "optim.relative_step": True}
 AVERAGES = {"optim.optimizer": "adamw_schedule_free"}
+IN_FP8 = {"model.compute": "fp8", "model.quantization": "fp8", "runtime.profile": "fast"}
 TOKEN, ENTRY = {"token": "<z>", "init": "cat"}, {"match": "unet.*"}
 DRAWN = {"prompt": "a cat"}
 
@@ -44,6 +45,12 @@ def _both(section: str, first: str, second: str, value: Any = 2, other: Any = 3)
 
 
 EXAMPLES: dict[str, Example] = {
+    # model
+    "products-have-the-bits-of-the-weights": {"model.compute": "int8", "runtime.profile": "fast"},
+    "products-in-eight-bits-are-fast": {"model.compute": "fp8", "model.quantization": "fp8"},
+    "products-in-eight-bits-give-bf16": {**IN_FP8, "train.mixed_precision": "fp16"},
+    "products-in-eight-bits-are-not-compiled": {**IN_FP8, "runtime.compile": "regional"},
+    "products-in-eight-bits-are-good-enough": {**IN_FP8, "model.family": "z-image"},
     # data
     "neither:data.path,sources": {"data.path": None},
     "both:data.path,sources": {"data.path": "pics", "data.sources": [{"path": "a"}]},

@@ -48,6 +48,7 @@ MACHINE, OF_SIZE = "sdma-off", "micro-batch-halved"
 IN_TRAINING: dict[str, Any] = {
     "model.name_or_path": "other",
     "model.quantization": "nf4",
+    "model.compute": "int8",
     "model.training_adapter": "other.safetensors",
     "data.resolution": 512,
     "data.control_path": "controls",
@@ -79,8 +80,8 @@ IN_TRAINING: dict[str, Any] = {
 }
 """Each with a value that is not its default."""
 IN_PREVIEWS = (
-    "model.name_or_path", "model.quantization", "data.resolution", "train.mixed_precision", "runtime.device",
-    "sample.width", "sample.height",
+    "model.name_or_path", "model.quantization", "model.compute", "data.resolution", "train.mixed_precision",
+    "runtime.device", "sample.width", "sample.height",
 )  # fmt: skip
 KEYS = tuple(all_keys(kinds_of({}).recipe))
 MANY_KEYS_OF = ("timeouts", "output", "cache", "optim")

@@ -234,7 +234,8 @@ class CausalLM:
         return prepared(self.source.skeleton(component))
 
     def weight_format(self, component: str) -> WeightFormat:
-        return quantised(self.recipe.model.quantization, r"(^|\.)layers\.\d+\.")
+        model = self.recipe.model
+        return quantised(model.quantization, r"(^|\.)layers\.\d+\.", model.compute)
 
     def blocks(self, model: LoadedModel) -> list[nn.Module]:
         return list(self._layers(model).children())

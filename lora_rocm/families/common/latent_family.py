@@ -152,7 +152,10 @@ class LatentFamily(ABC):
         return LoadedModel(components, dtype, device)
 
     def weight_format(self, component: str) -> WeightFormat:
-        return quantised(self.recipe.model.quantization, self.packed_layers) if component == self.component else DENSE
+        model = self.recipe.model
+        return (
+            quantised(model.quantization, self.packed_layers, model.compute) if component == self.component else DENSE
+        )
 
     def sample_meta(
         self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from lora_rocm.device.kept_attention import AttentionStore
 from lora_rocm.families.base import LoadedModel
 from lora_rocm.families.common.block_inputs import BlockInputs
-from lora_rocm.kernels.weight_format import unpacked_once
+from lora_rocm.kernels.base_product import unpacked_once
 
 Run = Callable[..., Any]
 """A function that calls its first argument, a block, with the remaining arguments."""

@@ -7,10 +7,19 @@ from functools import cache
 from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.families.spec import FamilySpec
 from lora_rocm.recipe.family_rules import FAMILY_RULES, rules_of_spec
-from lora_rocm.recipe.key_rules import adapter_rules, data_rules, objective_rules, optim_rules, preview_rules, run_rules
+from lora_rocm.recipe.key_rules import (
+    adapter_rules,
+    data_rules,
+    model_rules,
+    objective_rules,
+    optim_rules,
+    preview_rules,
+    run_rules,
+)
 from lora_rocm.recipe.rule import RecipeRule
 
 RULES: tuple[RecipeRule, ...] = (
+    *model_rules.RULES,
     *data_rules.RULES,
     *objective_rules.RULES,
     *optim_rules.RULES,
