@@ -1,7 +1,7 @@
 """Time, memory and gradients of a recomputed training step, with each method to recompute it, in one process.
 
 usage: python benchmarks/recomputed_step.py [--only flux,flux-int8,z-image,llama] [--stacked | --no-stacked]
-    [--products] [--methods NAME;NAME] [--toy] [--json FILE] [--steps N]
+    [--products] [--methods NAME ...] [--toy] [--json FILE] [--steps N]
 
 Each family's model is made once, at full size with random weights and a LoRA of rank 16: FLUX.1 and Z-Image at
 1,024 px, batch 1; Llama 8B in nf4 with 2 samples of 2,048 tokens. Then each method is applied to it. First comes a
@@ -299,7 +299,7 @@ def measured(
     """Yield a row and its gradients for each way, then for plain recomputation again.
 
     names: names of the methods, or empty for all. wanted_N: gradients to compare with, or None to use the first ones.
-    products: each way in eight bits, too.
+    products: whether to measure products in eight bits, too.
     """
     rates = Rates() if bench.toy else measured_rates(bench.device, bench.dtype)
     packed = any(block.dense_bytes for block in bench.footprint.blocks)
@@ -376,14 +376,11 @@ def main() -> None:
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--methods", default="", help="names of methods, separated by semicolons; all if empty")
+    parser.add_argument("--methods", nargs="+", default=[], choices=[way.name for way in WAYS], metavar="NAME")
     parser.add_argument("--stacked", action=argparse.BooleanOptionalAction, help="only this variant, instead of both")
     parser.add_argument("--products", action="store_true")
     options = parser.parse_args()
     device, rows = torch.device("cpu" if options.toy else "cuda"), list[dict[str, Any]]()
-    chosen = {name for name in options.methods.split(";") if name}
-    if unknown := chosen - {way.name for way in WAYS}:
-        parser.error(f"--methods: unknown: {'; '.join(sorted(unknown))}; known: {'; '.join(way.name for way in WAYS)}")
     forms = (False, True) if options.stacked is None and not options.products else (bool(options.stacked),)
     with tempfile.TemporaryDirectory() as folder:
         for name in options.only.split(","):
@@ -393,7 +390,7 @@ def main() -> None:
                 section = section_of(name, options.toy, Path(folder) / f"{stacked}")
                 bench = Bench(name, section, device, options.toy, Path(folder), stacked)
                 print(f"{name}: ready after {time.perf_counter() - started:.0f} s", flush=True)
-                for row, found_N in measured(bench, options.steps, chosen, wanted_N, options.products):
+                for row, found_N in measured(bench, options.steps, options.methods, wanted_N, options.products):
                     plain_ms = plain_ms or row["step_ms"]
                     wanted_N = found_N if wanted_N is None else wanted_N
                     rows.append(row)

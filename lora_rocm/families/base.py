@@ -148,7 +148,7 @@ class LoadedModel:
 
 
 @runtime_checkable
-class LooksUpTokens(Protocol):
+class EmbedsTokens(Protocol):
     """A family with a token embedding that may stay in main memory."""
 
     def token_table(self, model: LoadedModel) -> TokenTable | None:
@@ -157,7 +157,7 @@ class LooksUpTokens(Protocol):
 
 def token_table(family: object, model: LoadedModel) -> TokenTable | None:
     """Return the token embedding that may stay in main memory, or None if there is none."""
-    return family.token_table(model) if isinstance(family, LooksUpTokens) else None
+    return family.token_table(model) if isinstance(family, EmbedsTokens) else None
 
 
 @dataclass(frozen=True)

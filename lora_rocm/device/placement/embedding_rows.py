@@ -54,7 +54,7 @@ class EmbeddingRows:
         self._weight = table.module.weight
         self._weight.data = weight_VD
         self._sums_V = torch.cat([fingerprint(rows_RD) for rows_RD in weight_VD.split(ROWS_AT_ONCE)])
-        table.module.forward = self._looked_up  # type: ignore[method-assign]
+        table.module.forward = self._rows_of  # type: ignore[method-assign]
         transfer.extra = self.sent
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class EmbeddingRows:
         transfer.checks += len(ids_N)
         return rows_ND.view(*ids.shape, -1)
 
-    def _looked_up(self, input: Tensor) -> Tensor:
+    def _rows_of(self, input: Tensor) -> Tensor:
         """Look up rows outside a batch, as for previews."""
         rows_ND = self._weight.data.index_select(0, input.reshape(-1).cpu())
         return self._transfer.send_checked(rows_ND, self.table.name).view(*input.shape, -1)

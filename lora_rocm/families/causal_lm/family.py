@@ -241,7 +241,7 @@ class CausalLM:
         return list(self._layers(model).children())
 
     def token_table(self, model: LoadedModel) -> TokenTable | None:
-        """Implements ``LooksUpTokens.token_table``."""
+        """Implements ``EmbedsTokens.token_table``."""
         found = plain_embedding(model.components[COMPONENT])
         return None if found is None else TokenTable(found[1], f"{COMPONENT}.{found[0]}.weight", IDS)
 
