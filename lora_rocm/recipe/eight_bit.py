@@ -26,7 +26,6 @@ class Quality:
     product: str
     loss: tuple[float, ...]
     loss_of_int8: tuple[float, ...]
-    of_storage: bool = False
     whole: WholeModelErrors | None = None
 
     @property
@@ -38,8 +37,8 @@ class Quality:
     def losses(self) -> str:
         """The increases of the loss, as a clause."""
         own, other = (" to ".join(f"{100 * share:+.1f}" for share in found) for found in (self.loss, self.loss_of_int8))
-        by = f"{self.product} storage alone" if self.of_storage else f"products in {self.product}"
-        return f"a tiny model's loss after 200 steps changed by {own} % with {by}, and by {other} % with int8 storage"
+        products = f"products in {self.product}"
+        return f"a tiny model's loss after 200 steps changed by {own} % with {products}, by {other} % with int8 storage"
 
 
 @cache

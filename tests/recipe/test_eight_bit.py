@@ -16,7 +16,7 @@ def test_a_family_is_refused_where_every_start_is_worse() -> None:
     assert not replace(MEASURED, loss_of_int8=(-0.01, 0.015)).is_worse
     assert {key for key, row in qualities().items() if row.is_worse} == {("z-image", "fp8")}
     assert worse_than_storage("z-image", "fp8") and worse_than_storage("sdxl", "fp8") is None
-    assert worse_than_storage("z-image", "int8") is None, "not measured"
+    assert worse_than_storage("anima", "int8") is None, "not measured"
 
 
 def test_each_row_is_of_a_family_and_its_losses_are_in_order() -> None:
@@ -28,7 +28,6 @@ def test_each_row_is_of_a_family_and_its_losses_are_in_order() -> None:
 
 def test_the_sentence_has_the_figures() -> None:
     assert "+1.0 to +2.0 %" in MEASURED.losses and "-1.0 to +0.5 %" in MEASURED.losses
-    assert MEASURED.losses != replace(MEASURED, of_storage=True).losses
     assert products_text("sdxl", "SDXL", "fp8") != products_text("anima", "Anima", "fp8")
 
 
