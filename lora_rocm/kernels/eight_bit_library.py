@@ -21,6 +21,8 @@ from lora_rocm.hardware.eight_bit import HIPBLASLT_OFF, OF_NVIDIA, has_fnuz, ref
 from lora_rocm.kernels import backend
 from lora_rocm.kernels.backend import gfx_of
 
+INTEGER_PRODUCT = torch.ops.aten._int_mm
+"""The operation of ``int8_product``, for which PyTorch counts no FLOPs."""
 MULTIPLE = 16
 """K and N must be multiples of this number for fp8. For int8 multiples of 8 would do."""
 MIN_ROWS = 17

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lora_rocm.device.allocator import PIECE_BYTES
 from lora_rocm.device.kept_attention import OPERATORS
+from lora_rocm.kernels.eight_bit_library import INTEGER_PRODUCT
 from lora_rocm.planning.step_plan import SampleCost
 
 
@@ -224,7 +225,7 @@ def _signature(value: object) -> Hashable:
 
 def _formula(func: Any) -> Any:
     """PyTorch's FLOP formula for an operation; an in-place operation has the formula of its out-of-place variant."""
-    packet = func._overloadpacket
+    packet = func._overloadpacket if func._overloadpacket is not INTEGER_PRODUCT else torch.ops.aten.mm
     plain = getattr(torch.ops.aten, packet.__name__.removesuffix("_"), None)
     return flop_registry.get(packet) or flop_registry.get(plain)
 

@@ -37,7 +37,8 @@ class Quality:
     def losses(self) -> str:
         """The increases of the loss, as a clause."""
         own, other = (" to ".join(f"{100 * share:+.1f}" for share in found) for found in (self.loss, self.loss_of_int8))
-        return f"a tiny model's loss after 200 steps changed by {own} %, and with int8 storage by {other} %"
+        products = f"products in {self.product}"
+        return f"a tiny model's loss after 200 steps changed by {own} % with {products}, by {other} % with int8 storage"
 
 
 @cache
@@ -58,7 +59,7 @@ def products_text(family: str, title: str, product: str) -> str:
     found = qualities().get((family, product))
     if found is None:
         return f"the quality of products in {product} was not measured on {title}"
-    text = f"products in {product} on {title}: {found.losses}"
+    text = f"{title}: {found.losses}"
     if found.whole is None:
         return text
     shares = f"{100 * found.whole.output:.0f} %", f"{100 * found.whole.a:.0f} and {100 * found.whole.b:.0f} %"
