@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from lora_rocm.device.transfer import whole_fingerprints
 from lora_rocm.kernels import merged, stacked_rows
+from lora_rocm.kernels.base_product import unpacked_once
 from lora_rocm.kernels.fused_lora import lora_projections
 from lora_rocm.kernels.gated import gated
 from lora_rocm.kernels.lora_layer import LoraLinear, with_lean_layers
 from lora_rocm.kernels.merged import MergedLinears
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.stacked_rows import reserved_bytes, rows_stacked, stacked_projections
-from lora_rocm.kernels.base_product import unpacked_once
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 WIDE, NARROW = (24, 24), (24, 6, 6)
