@@ -38,7 +38,7 @@ CHROMIUM = "/usr/bin/chromium"
 RUN = "zibu-run"
 STEPS, STRENGTHS = 300, (0.6, 1.0)
 WIDTHS_PX = {360: 780, 1280: 900, 2560: 1440}
-COLOURS = 160
+COLOURS, FRAME_PX, REPEATS = 256, 208, 12
 
 RECIPE = f"""\
 # A zibu on plain backgrounds
@@ -168,6 +168,15 @@ IN_DOCS = {
 """Pictures of the documentation, by page, width and colours."""
 
 
+def load_pictures(page: Any) -> None:
+    """Wait for charts and thumbnails, and for the pictures that otherwise load only near the window."""
+    page.wait_for_timeout(1500)
+    page.evaluate("for (const each of document.querySelectorAll('main img[loading=lazy]')) each.loading = 'eager'")
+    pictures = "[...document.querySelectorAll('main img[src]')]"
+    page.evaluate(f"Promise.all({pictures}.map((each) => each.decode().catch(() => null)))")
+    page.wait_for_timeout(300)
+
+
 def take(folder: Path, output: Path, only: str) -> None:
     """Take the pictures of all pages, or of one."""
     from playwright.sync_api import sync_playwright
@@ -186,7 +195,7 @@ def take(folder: Path, output: Path, only: str) -> None:
                 page.emulate_media(color_scheme="light")
                 page.goto(address + path)
                 act(page)
-                page.wait_for_timeout(1500)  # charts and thumbnails
+                load_pictures(page)
                 page.locator(".htmx-request").first.wait_for(state="detached")
                 for theme in ("light", "dark"):
                     page.emulate_media(color_scheme=theme)
@@ -203,7 +212,13 @@ def reduce_for_docs(output: Path) -> None:
     """Write the pictures of the documentation: one window each, with few colours."""
     for name, source in IN_DOCS.items():
         with Image.open(output / f"{source} window.png") as image:
-            reduced = image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+            shown = image.convert("RGB")
+            # The navigation counts several times, so that large pictures do not take the colours of the page
+            sample = Image.new("RGB", (shown.width + REPEATS * FRAME_PX, shown.height))
+            sample.paste(shown, (0, 0))
+            for number in range(REPEATS):
+                sample.paste(shown.crop((0, 0, FRAME_PX, shown.height)), (shown.width + number * FRAME_PX, 0))
+            reduced = sample.quantize(COLOURS, dither=Image.Dither.NONE).crop((0, 0, *shown.size))
             reduced.save(DOCS / f"{name}.png", optimize=True)
 
 

@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lora_rocm.base_models import conversion, hub
 from lora_rocm.base_models.assembly import Assembly
 from lora_rocm.base_models.config_faults import UNFIT_ERRORS, config_unfit
 from lora_rocm.base_models.conversion import Converter, TensorMapping, UnfitError, is_source, sources_of
 from lora_rocm.base_models.meta_components import Finish, meta_copy, shared_meta_component
+from lora_rocm.base_models.read_ahead import ReadAhead
 from lora_rocm.base_models.run_folder import refuse_run
 from lora_rocm.base_models.safetensors_file import digest, read_hashed
 from lora_rocm.base_models.stored_weights import ComponentTensors
@@ -71,6 +72,8 @@ class ModelChoice(Protocol):
 
 
 Changes = Callable[[Config, Mapping[str, Sequence[int]]], dict[str, Any]]
+Wanted = tuple[str, torch.dtype, WeightFormat]
+"""A component to load: its name, the dtype of its dense tensors, and the storage format of its layers."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,7 @@ class BaseSource:
     _configs: dict[str, dict[str, object]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _digests: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
     _tensors: dict[str, ComponentTensors] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _ahead: dict[Wanted, ReadAhead] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def single_header(self) -> TensorFileHeader | None:
@@ -269,15 +273,40 @@ class BaseSource:
             ModelError: weights-damaged, weights-unfit, pickle-refused.
             StorageError: weights-changed.
         """
+        headers, prefix = self.weights(name)
+        ahead = self._ahead.pop((name, dtype, weights), None)
+        if ahead is None:
+            assembly = self._assembly(name, dtype, weights)
+            sha256 = self._read(name, assembly, assembly.take)
+        else:
+            assembly, sha256 = ahead.wait()
+        self._require_digest(name, headers, prefix, sha256)
+        return assembly.finished().to(device)
+
+    def read_ahead(self, name: str, dtype: torch.dtype, weights: WeightFormat = DENSE) -> None:
+        """Start to read a component in the background. ``load`` with the same arguments takes it, once.
+
+        Raises:
+            ModelError: weights-damaged, weights-unfit, pickle-refused: from the headers alone.
+        """
+        assembly = self._assembly(name, dtype, weights)
+        self._ahead[name, dtype, weights] = ReadAhead(assembly, lambda take: self._read(name, assembly, take))
+
+    def abandon(self) -> None:
+        """Stop to read in the background. Components that nobody loaded are dropped."""
+        while self._ahead:
+            self._ahead.popitem()[1].abandon()
+
+    def _assembly(self, name: str, dtype: torch.dtype, weights: WeightFormat) -> Assembly:
         tensors = self.tensors(name)
-        headers, prefix = tensors.headers, tensors.prefix
         with self._explained(name):
             module = self._meta_component(name)
             made = conversion.traced(tensors.entries, module, self._converter(name))
-        assembly = Assembly(module, made, weights, dtype, tensors.stored)
-        sha256 = read_hashed(headers, lambda key: key.startswith(prefix), assembly.take, assembly.reusable)
-        self._require_digest(name, headers, prefix, sha256)
-        return assembly.finished().to(device)
+        return Assembly(module, made, weights, dtype, tensors.stored)
+
+    def _read(self, name: str, assembly: Assembly, take: Callable[[str, Tensor], None]) -> str:
+        headers, prefix = self.weights(name)
+        return read_hashed(headers, lambda key: key.startswith(prefix), take, assembly.reusable)
 
     def _require_digest(self, name: str, headers: Sequence[TensorFileHeader], prefix: str, sha256: str) -> None:
         """Record the digest of the loaded weights, and refuse them if the files had another digest before.

@@ -48,6 +48,9 @@ class RandomSource(BaseSource):
                 module.set_submodule(path, weights.packed(packed[path]))
         return module.to(device).eval()
 
+    def read_ahead(self, name: str, dtype: torch.dtype, weights: WeightFormat = DENSE) -> None:
+        """Do nothing: there is no file to read."""
+
     def files(self) -> list[Path]:
         """Return the paths of the config files."""
         return [self.config_path(name) for name in (*self.layout.parts, "scheduler")]

@@ -136,15 +136,12 @@ def _is_enabled(route: str) -> bool:
 @contextmanager
 def _any_algorithm() -> Iterator[None]:
     """Allow nondeterministic algorithms, which torch refuses in deterministic runs; their results are correct, too."""
-    asked, only_warns = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    torch.use_deterministic_algorithms(False)
+    asked = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode(0)  # ``use_deterministic_algorithms`` imports the compiler, which takes a second
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(asked, warn_only=only_warns)
+        torch.set_deterministic_debug_mode(asked)
 
 
 def _none_right(what: str, faults: dict[str, str]) -> MachineError:

@@ -1,7 +1,8 @@
 """Processes that compile kernels beforehand, while this process encodes samples and reads weights.
 
 They open no GPU (``kernel_compiler``). They fill Triton's cache, from which the comparison (``kernel_choice``) and the
-first step take the kernels. A kernel that they do not compile is compiled there.
+first step take the kernels. A kernel that they do not compile is compiled there. They get cases by name, and the
+launches of the step from a process that knows its model (``memory.footprint_process``).
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 
 import psutil
 import torch
@@ -31,12 +31,12 @@ from lora_rocm.processes.jobs import (
     CHILDREN,
     CaseCompiled,
     CaseRequest,
-    CompileCasesJob,
+    CompileJob,
     CompileRequest,
-    CompileStepJob,
     CompileTarget,
-    StepCompiled,
-    StepRequest,
+    Launch,
+    LaunchCompiled,
+    StepLaunches,
     argument_of,
     compile_answer,
     name_of,
@@ -54,8 +54,11 @@ AnyCase = Case | ExactCase
 
 
 def process_count(cores: int, free_bytes: int) -> int:
-    """Return the number of processes for a machine: half of its cores, as far as its memory allows."""
-    return max(min(MAX_PROCESSES, max(cores // 2, 1), free_bytes // 2 // MEMORY_EACH), 0)
+    """Return the number of processes for a machine: a quarter of its cores, as far as its memory allows.
+
+    Four compile the kernels of a start within seconds, and this process reads and packs weights with the other cores.
+    """
+    return max(min(MAX_PROCESSES, max(cores // 4, 1), free_bytes // 2 // MEMORY_EACH), 0)
 
 
 def count_here() -> int:
@@ -70,7 +73,7 @@ class KernelCompilers:
         dtype: the run's dtype.
         count: number of processes.
         target: returns the GPU to compile for.
-        step: the run's step, or None to compile cases only. Each process compiles a share of the step before its cases.
+        step: waits for the launches of the run's step and returns them, or None if there are none. A thread calls it.
     """
 
     def __init__(
@@ -79,17 +82,19 @@ class KernelCompilers:
         count: int,
         target: Callable[[], CompileTarget] = target_here,
         *,
-        step: StepRequest | None = None,
+        step: Callable[[], StepLaunches | None] | None = None,
     ) -> None:
-        self._dtype, self._target, self._kind = dtype, target, CompileCasesJob if step is None else CompileStepJob
-        self._steps = [] if step is None else [replace(step, share=share, shares=count) for share in range(count)]
-        self._num_steps_left = len(self._steps)
+        self._dtype, self._target, self._step = dtype, target, step
         self._changed = threading.Condition()
-        self._waiting, self._taken, self._finished = list[str](), set[str](), set[str]()
+        self._waiting = list[CompileRequest]()  # the last one is next
+        self._taken, self._finished = set[str](), set[str]()  # names of cases
+        self._is_step_known, self._num_launches_left, self._num_serving = step is None, 0, count
         self._children, self._is_closed = list[subprocess.Popen[bytes]](), False
         self._threads = [threading.Thread(target=self._serve, daemon=True, name="kernels") for _ in range(count)]
         self._starting = threading.Thread(target=self._start, daemon=True, name="kernels")
         self._starting.start()
+        if step is not None:
+            threading.Thread(target=self._learn, args=(step,), daemon=True, name="launches").start()
 
     @property
     def finished(self) -> int:
@@ -100,8 +105,8 @@ class KernelCompilers:
     def add(self, cases: Collection[AnyCase]) -> None:
         """Let the processes compile these cases, unless they were added before."""
         with self._changed:
-            known = {*self._waiting, *self._taken, *self._finished}
-            self._waiting += [str(case) for case in cases if str(case) not in known]
+            known = {*self._names_waiting(), *self._taken, *self._finished}
+            self._waiting += [CaseRequest(str(case)) for case in cases if str(case) not in known]
             self._changed.notify_all()
 
     def wait(self, case: AnyCase, beat: Callable[[], None]) -> None:
@@ -111,20 +116,20 @@ class KernelCompilers:
         """
         name, ends_at = str(case), time.monotonic() + CASE_LIMIT_S
         with self._changed:
-            if name in self._waiting:
-                self._waiting.remove(name)
+            if CaseRequest(name) in self._waiting:
+                self._waiting.remove(CaseRequest(name))
             while name in self._taken and time.monotonic() < ends_at:
                 self._changed.wait(POLL_S)
                 beat()
 
     def wait_for_step(self, beat: Callable[[], None]) -> None:
-        """Wait until each process has compiled its share of the step, or has ended; at most ``STEP_LIMIT_S``.
+        """Wait until the processes have compiled the step's launches, or have ended; at most ``STEP_LIMIT_S``.
 
         ``beat``: called while waiting.
         """
         ends_at = time.monotonic() + STEP_LIMIT_S
         with self._changed:
-            while self._num_steps_left > 0 and not self._is_closed and time.monotonic() < ends_at:
+            while self._compiles_step() and time.monotonic() < ends_at:
                 self._changed.wait(POLL_S)
                 beat()
 
@@ -146,84 +151,101 @@ class KernelCompilers:
                     if pipe is not None:
                         pipe.close()
 
+    def _names_waiting(self) -> Iterator[str]:
+        return (request.case for request in self._waiting if isinstance(request, CaseRequest))
+
+    def _compiles_step(self) -> bool:
+        is_left = not self._is_step_known or self._num_launches_left > 0
+        return is_left and self._num_serving > 0 and not self._is_closed
+
     def _start(self) -> None:
         """Find the target, then start the serving threads. Without a target, the comparison compiles all cases."""
         try:
-            self._job = self._kind(str(self._dtype).removeprefix("torch."), self._target())
+            self._job = CompileJob(str(self._dtype).removeprefix("torch."), self._target())
         except CANNOT:  # the comparison has the same error, and reports it
             with self._changed:
-                self._num_steps_left = 0
+                self._num_serving = 0
                 self._changed.notify_all()
             return
         for thread in self._threads:
             thread.start()
 
-    def _serve(self) -> None:
-        """Start one process. Give it a share of the step, then one case after the other until it ends or ``close``.
-
-        If the system refuses the process, the others or the comparison compile the cases.
-        """
-        with self._changed:
-            if self._is_closed:
+    def _learn(self, step: Callable[[], StepLaunches | None]) -> None:
+        """Add the step's launches, and before them the cases of its kernels: the comparison comes before the step."""
+        try:
+            if (found := step()) is None:
                 return
-            step = self._steps.pop() if self._steps else None
-            try:
-                child = subprocess.Popen(
-                    # input: its input has the cases
-                    heavy_command(CHILDREN[name_of(self._job)].module, argument_of(self._job), reads_input=True),
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    env=python_environment({**os.environ, **ENVIRONMENT}),
-                )
-            except OSError as error:
-                sys.stderr.write(f"no process to compile kernels: {error}\n")
-                self._num_steps_left -= step is not None
-                self._changed.notify_all()
-                return
-            self._children.append(child)
-        if step is not None:
-            try:
-                is_alive = self._compiled(child, step)
-            finally:  # a start does not wait for a thread that has ended
-                with self._changed:
-                    self._num_steps_left -= 1
-                    self._changed.notify_all()
-            if not is_alive:
-                return
-        while (name := self._next()) is not None:
-            is_compiled = self._compiled(child, CaseRequest(name))
+            self.add(unproven_cases(found.kernels, self._dtype))
             with self._changed:
-                self._taken.discard(name)
-                if is_compiled:
-                    self._finished.add(name)
+                self._waiting[:0] = found.launches
+                self._num_launches_left = len(found.launches)
+        finally:  # a start does not wait for a thread that has ended
+            with self._changed:
+                self._is_step_known = True
                 self._changed.notify_all()
-            if not is_compiled:
-                return
 
-    def _next(self) -> str | None:
-        """Wait for a case, and take it. The comparison begins at the other end of the list."""
+    def _serve(self) -> None:
+        """Start one process. Give it one case or launch after the other until it ends or ``close``.
+
+        If the system refuses the process, the others, the comparison or the step compile its share.
+        """
+        try:
+            with self._changed:
+                if self._is_closed:
+                    return
+                try:
+                    child = subprocess.Popen(
+                        # input: its input has the cases
+                        heavy_command(CHILDREN[name_of(self._job)].module, argument_of(self._job), reads_input=True),
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        env=python_environment({**os.environ, **ENVIRONMENT}),
+                    )
+                except OSError as error:
+                    sys.stderr.write(f"no process to compile kernels: {error}\n")
+                    return
+                self._children.append(child)
+            while (request := self._next()) is not None:
+                is_compiled = self._compiled(child, request)
+                self._note_end(request, is_compiled)
+                if not is_compiled:
+                    return
+        finally:
+            with self._changed:
+                self._num_serving -= 1
+                self._changed.notify_all()
+
+    def _next(self) -> CompileRequest | None:
+        """Wait for a case or a launch, and take it. The comparison begins at the other end of the list of cases."""
         with self._changed:
             while not self._waiting and not self._is_closed:
                 self._changed.wait()
             if self._is_closed:
                 return None
-            name = self._waiting.pop()
-            self._taken.add(name)
-            return name
+            request = self._waiting.pop()
+            if isinstance(request, CaseRequest):
+                self._taken.add(request.case)
+            return request
+
+    def _note_end(self, request: CompileRequest, is_compiled: bool) -> None:
+        with self._changed:
+            if isinstance(request, Launch):
+                self._num_launches_left -= 1
+            else:
+                self._taken.discard(request.case)
+                if is_compiled:
+                    self._finished.add(request.case)
+            self._changed.notify_all()
 
     def _compiled(self, child: subprocess.Popen[bytes], request: CompileRequest) -> bool:
-        """Let a process compile a case or a share of the step. Return whether it answered: it may have been killed.
-
-        The cases of a step's kernels are added.
-        """
+        """Let a process compile a case or a launch. Return whether it answered: it may have been killed."""
         assert child.stdin is not None and child.stdout is not None
         with suppress(OSError, ValueError, MachineError):  # it has ended, and its answer is missing or torn
             child.stdin.write(request_line(request))
             child.stdin.flush()
-            match compile_answer(child.stdout.readline(), name_of(self._job)):
-                case StepCompiled(kernels):
-                    self.add(unproven_cases(kernels, self._dtype))
-                    return isinstance(request, StepRequest)
+            match compile_answer(child.stdout.readline()):
+                case LaunchCompiled(kernel):
+                    return isinstance(request, Launch) and request.kernel == kernel
                 case CaseCompiled(name):
                     return request == CaseRequest(name)
         return False
@@ -262,12 +284,16 @@ class KernelMemory:
 
 @contextmanager
 def compilers_for(
-    device: torch.device, dtype: torch.dtype, memory: KernelMemory, *, step: StepRequest | None = None
+    device: torch.device,
+    dtype: torch.dtype,
+    memory: KernelMemory,
+    *,
+    step: Callable[[], StepLaunches | None] | None = None,
 ) -> Iterator[KernelCompilers | None]:
     """Start the processes if this start may have kernels to compile, and end them afterwards; yield None if not.
 
-    There are at most as many as cases. On a machine that has not run this kind yet, the processes start without cases.
-    They learn them from the step, or from ``choose``. ``step``: see ``KernelCompilers``.
+    Without ``step`` there are at most as many as cases. On a machine that has not run this kind yet, the processes
+    start without cases. They learn them from the step, or from ``choose``. ``step``: see ``KernelCompilers``.
     """
     names = memory.recall()
     cases = [] if names is None else unproven_cases(names, dtype)
@@ -275,7 +301,7 @@ def compilers_for(
     if count == 0 or (names is not None and not cases):
         yield None
         return
-    count = min(count, len(cases)) if cases else count
+    count = min(count, len(cases)) if cases and step is None else count
     compilers = KernelCompilers(dtype, count, step=step)
     try:
         compilers.add(cases)

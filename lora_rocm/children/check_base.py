@@ -10,8 +10,6 @@ import os
 import sys
 from dataclasses import astuple
 
-import torch
-
 from lora_rocm.children.json_child import answer
 from lora_rocm.device.precision import choose_device, compute_dtype
 from lora_rocm.families.base import family_for
@@ -21,7 +19,7 @@ from lora_rocm.hardware.settings import settings_from
 from lora_rocm.processes.jobs import CheckBaseJob, Weighed
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.train.usable import require_startable, require_usable
+from lora_rocm.train.usable import component_bytes, require_startable, require_usable
 
 
 def weigh(recipe: Recipe) -> Weighed:
@@ -38,17 +36,10 @@ def weigh(recipe: Recipe) -> Weighed:
     family = family_for(recipe)
     device = choose_device(recipe.runtime.device)
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings_from(os.environ), recipe.spec.takes_fp16)
-    trained = [name for preset in family.lora_targets.values() for name in preset if recipe.trains(name)]
-    dtypes = {**family.encoder_dtypes, **dict.fromkeys(trained, dtype)}
-    # Sizes, from module skeletons without weights
     base = require_usable(family, recipe)
-    skeletons = base.skeletons
-    num_bytes = {
-        name: family.weight_format(name).num_bytes(skeleton, dtypes.get(name, torch.float32))
-        for name, skeleton in skeletons.items()
-    }
+    num_bytes = component_bytes(family, recipe, base.skeletons, dtype)
     notices = list(family.notices)
-    files = [*base.files, *require_startable(family, recipe, skeletons, dtype, notices.append)]
+    files = [*base.files, *require_startable(family, recipe, base.skeletons, dtype, notices.append)]
     return Weighed(num_bytes, notices, [list(astuple(FileVersion.of(file))) for file in files], [*base.token_limits])
 
 

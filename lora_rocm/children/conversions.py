@@ -49,7 +49,7 @@ def convert(job: ExportJob, run_dir: RunDir, recipe: Recipe, checkpoint: Checkpo
         difference = _merge(path, files, adapter, recipe, None if job.output else run_dir.path)
     else:
         assert job.converter is not None, "the command has found it"
-        require_convertible(adapter)
+        require_convertible(adapter, files)
         with temporary_folder() as folder:  # via PEFT's format, which llama.cpp's script reads
             writers.write("peft", folder, family, adapter, recipe, RunFacts(**checkpoint.facts["metadata"]))
             writers.verify("peft", folder, family, model, adapter)

@@ -20,6 +20,7 @@ from lora_rocm.recipe.load import LoadedRecipe, load_recipe  # recipe: it was wr
 from lora_rocm.recipe.presets import preset_changes, preset_named
 from lora_rocm.recipe.recipe_text import RecipeText, Value, written
 from lora_rocm.recipe.schema import DataSection, Recipe
+from lora_rocm.recipe.sections import BESIDE
 from lora_rocm.recipe.source_sections import CaptionFallback
 from lora_rocm.rundir.run_name import output_name_fault
 
@@ -206,6 +207,7 @@ def fill_images(draft: RecipeDraft, images: str) -> tuple[int, ...]:
     """
     from lora_rocm.dataset.captions.caption_layout import caption_layout
     from lora_rocm.dataset.sources.folders import source_folder
+    from lora_rocm.dataset.sources.given import CROP_COLUMN
 
     # Folder and captions
     where = f"--images {images}"
@@ -214,12 +216,16 @@ def fill_images(draft: RecipeDraft, images: str) -> tuple[int, ...]:
     except DataError as error:
         raise DataError(error.code, error.what, where=where, fix=error.fix) from None
     of_metadata = f", {layout.with_metadata} with a caption in a metadata file" if layout.with_metadata else ""
-    draft.set("data", "path", images, f"{count_text(layout.num_images, 'image')}{of_metadata}")
+    found = f"{count_text(layout.num_images, 'image')}{of_metadata}"
+    draft.set("data", "path", images, found)
+    if layout.num_cropped:  # an option of a source
+        source = {"path": images, "crop_column": CROP_COLUMN}
+        draft.set("data", "sources", [source], f"{found}; {layout.num_cropped} with a crop", instead_of="path")
     _fill_captions(draft, layout)
-    # Resolution: known after the first scan; the second scan has its buckets
+    # Masks and resolution: known after the first scan; the second scan has them, and its buckets
     recipe, samples, plan = _planned(draft)
     side, why = _side_of(recipe, samples)
-    changed = side != recipe.data.resolution
+    changed = _fill_masks(draft, samples) or side != recipe.data.resolution
     draft.set("data", "resolution", side, why)
     if changed:
         recipe, samples, plan = _planned(draft)
@@ -268,6 +274,20 @@ def _planned(draft: RecipeDraft) -> tuple[Recipe, Sequence[Sample], DataPlan]:
         draft.scanned = ScannedImages(recipe.data, samples, shapes)
     kept = draft.scanned
     return recipe, kept.samples, plan_data(recipe, kept.samples, kept.shapes)
+
+
+def _fill_masks(draft: RecipeDraft, samples: Sequence[Sample]) -> bool:
+    """Fill in that masks are with the images, if some are and the recipe names no others. Return whether it did."""
+    from lora_rocm.dataset.companions.paired_files import PairedFiles
+
+    (source,) = draft.recipe.data.resolved_sources()
+    if source.mask_path is not None:
+        return False
+    masks = PairedFiles(source, 0, BESIDE, "mask_path", "mask")
+    count = sum(masks.of(sample) is not None for sample in samples)
+    if count:
+        draft.set("data", "mask_path", BESIDE, f"{count_text(count, 'mask')} next to the images")
+    return bool(count)
 
 
 def _fill_captions(draft: RecipeDraft, layout: CaptionLayout) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
-from threading import Thread
 
 import torch
 from torch.cuda import tunable
@@ -35,20 +34,10 @@ def apply(settings: Settings, device: torch.device, *, wakes_later: bool = False
         LimitFollower(device, settings).renew()
 
 
-def wake(device: torch.device, settings: Settings) -> Thread:
-    """Initialise a GPU in a thread, and return the thread. This takes a second, during which other Python code can run.
-
-    The thread also sets the allocator's limit by the memory that is free then. An error is logged, and recurs when the
-    GPU is used next.
-    """
-
-    def begin() -> None:
-        torch.zeros((), device=device)
-        LimitFollower(device, settings).renew()
-
-    thread = Thread(target=begin, name="wake", daemon=True)
-    thread.start()
-    return thread
+def wake(device: torch.device, settings: Settings) -> None:
+    """Initialise a GPU, which takes a second, and set the allocator's limit by the memory that is free then."""
+    torch.zeros((), device=device)
+    LimitFollower(device, settings).renew()
 
 
 def plain_attention(device: torch.device) -> AbstractContextManager[None]:

@@ -199,7 +199,7 @@ class World:
                 time.sleep(POLL_S)
             return [self._store.get(key).decode("utf-8") for key in keys]
 
-    def first(self, what: str, action: Callable[[], None]) -> None:
+    def first(self, what: str, action: Callable[[], object]) -> None:
         """Run ``action`` on rank 0 only. The other ranks wait until it is done.
 
         ``what``: name of this exchange, see ``exchange``.

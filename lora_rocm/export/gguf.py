@@ -12,6 +12,8 @@ from pathlib import Path
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.kinds.lora_entry import LoraEntry
 from lora_rocm.errors import AdapterError, ExportError, storage_error
+from lora_rocm.export.merged import modules_with_shared_weights
+from lora_rocm.families.base import OwnFiles
 from lora_rocm.foundation.files import make_folder, remove, rename
 from lora_rocm.foundation.safe_path import PATH, python_command, without_current_folder
 from lora_rocm.foundation.terminal_text import printable
@@ -23,11 +25,15 @@ MAX_TOLD = 500
 TIMEOUT_S = 3600.0
 
 
-def require_convertible(adapter: Adapter) -> None:
-    """Require an adapter that llama.cpp supports: a LoRA without DoRA.
+def require_convertible(adapter: Adapter, files: OwnFiles) -> None:
+    """Require an adapter that llama.cpp supports: a LoRA without DoRA, of layers that share no weight.
+
+    Args:
+        adapter: the adapter.
+        files: files of the base model.
 
     Raises:
-        AdapterError: ``export-form``: another kind of adapter.
+        AdapterError: ``export-form``: another kind of adapter, or a layer that shares its weight with another layer.
     """
     plain = [isinstance(entry, LoraEntry) and entry.magnitude is None for entry in adapter.entries().values()]
     if not all(plain):
@@ -36,6 +42,14 @@ def require_convertible(adapter: Adapter) -> None:
             "llama.cpp cannot read this kind of adapter: it reads plain LoRAs only.",
             where="--format gguf",
             fix="Export the merged format, and convert its folder with llama.cpp's convert_hf_to_gguf.py.",
+        )
+    # llama.cpp stores a tied weight once, under the name of the embedding, and refuses a LoRA of the output head then
+    if shared := modules_with_shared_weights(files, adapter):
+        raise AdapterError(
+            "export-form",
+            f"llama.cpp cannot read this adapter: the weight of {shared[0]} is also the weight of another layer.",
+            where=f"lora.targets: {shared[0]}",
+            fix="Export the peft format, or train without this layer (lora.targets).",
         )
 
 

@@ -10,6 +10,7 @@ If adapted weights are quantised with scales, all weights of the base are writte
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -102,6 +103,13 @@ def _require_own(path: Path) -> None:
     )
 
 
+def modules_with_shared_weights(files: OwnFiles, adapter: Adapter) -> list[str]:
+    """Return the adapted modules that share their weight with another layer, such as a tied output head."""
+    names = files.source.stored_names(files.component)
+    used = Counter(names.values())
+    return [module for module, (_, path, _) in adapter.modules.items() if used[names.get(f"{path}.weight", "")] > 1]
+
+
 def _by_file_name(files: OwnFiles, adapter: Adapter) -> dict[str, Entry]:
     """Return the adapter's entries, keyed by the names that their weights have in the base's files.
 
@@ -109,10 +117,10 @@ def _by_file_name(files: OwnFiles, adapter: Adapter) -> dict[str, Entry]:
         AdapterError: ``export-form``: a weight is not one separate tensor in the files.
     """
     names, entries = files.source.stored_names(files.component), adapter.entries()
-    used, found = list(names.values()), dict[str, Entry]()
+    shared, found = modules_with_shared_weights(files, adapter), dict[str, Entry]()
     for module, (_, path, _) in adapter.modules.items():
         name = names.get(f"{path}.weight")
-        if name is None or used.count(name) > 1:
+        if name is None or module in shared:
             how = "consists of several tensors" if name is None else "is also the weight of another layer"
             raise AdapterError(
                 "export-form",

@@ -1,7 +1,8 @@
-"""Child process that counts a step's memory into the footprint cache, while the training process starts.
+"""Child process that lists a step's kernels and counts its memory, while the training process starts.
 
-It imports what it needs, then waits for a request on standard input (``processes.jobs.CountRequest``). It ends when it
-has counted, or when its standard input closes.
+It imports what it needs, then waits for a request on standard input (``processes.jobs.CountRequest``). It writes the
+launches of the step's kernels to standard output, and then the memory into the footprint cache. It ends when it has
+counted, or when its standard input closes.
 """
 
 from __future__ import annotations
@@ -9,15 +10,19 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import traceback
 
 import torch
 
+from lora_rocm.checks.kernel_check import CANNOT
 from lora_rocm.errors import LoraRocmError
-from lora_rocm.families.base import family_for
+from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
 from lora_rocm.hardware.settings import VARIABLE, settings_from
-from lora_rocm.memory.footprint import counted, largest_of
-from lora_rocm.processes.jobs import CountJob, count_request, job_of
+from lora_rocm.memory.footprint import counted, largest_of, meta_model
+from lora_rocm.memory.step_launches import launches_of_step
+from lora_rocm.processes.jobs import CountJob, StepLaunches, count_request, job_of, request_line
 from lora_rocm.recipe.load import load_recipe  # recipe: only read, to count its memory
+from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.event_types import ErrorEvent
 from lora_rocm.rundir.events import emit
 
@@ -25,7 +30,7 @@ ORPHANED_CODE = 1
 
 
 def main() -> int:
-    """Count what standard input asks for, and return the exit code.
+    """List and count what standard input asks for, and return the exit code.
 
     Raises:
         LoraRocmError: recipe or base model cannot be used. Loading has the same error, and reports it.
@@ -45,9 +50,22 @@ def main() -> int:
         text += more
     threading.Thread(target=_leave_with_parent, daemon=True, name="parent-watch").start()
     request = count_request(text)
-    settings = settings_from({VARIABLE: request.settings})
-    counted(recipe, family, getattr(torch, request.dtype), settings, largest_of(recipe))
+    dtype, settings = getattr(torch, request.dtype), settings_from({VARIABLE: request.settings})
+    model = meta_model(family, recipe, dtype, settings.triton)
+    if settings.triton:
+        sys.stdout.buffer.write(request_line(_launches(family, model, recipe)))
+        sys.stdout.buffer.flush()
+    counted(recipe, family, dtype, settings, largest_of(recipe), model=model)
     return 0
+
+
+def _launches(family: ModelFamily, model: LoadedModel, recipe: Recipe) -> StepLaunches:
+    """Return a step's launches, or none after an error, which is only printed: the step then compiles its kernels."""
+    try:
+        return launches_of_step(family, model, recipe)
+    except (LoraRocmError, *CANNOT):
+        traceback.print_exc()
+        return StepLaunches([], [])
 
 
 def _leave_with_parent() -> None:

@@ -192,8 +192,12 @@ def counted(
     settings: Settings,
     shape: SampleShape,
     on_gpu: bool = True,
+    model: LoadedModel | None = None,
 ) -> Footprint:
-    """The footprint for samples of a shape. It is cached next to the latent caches, because counting takes seconds."""
+    """The footprint for samples of a shape. It is cached next to the latent caches, because counting takes seconds.
+
+    ``model``: the result of ``meta_model``, if the caller has it.
+    """
     plain = settings.attention == "math"
     on_gpu = on_gpu and settings.triton
     memory = footprints_file(recipe.cache.dir)
@@ -202,7 +206,8 @@ def counted(
     if key in kept:
         with suppress(AttributeError, KeyError, TypeError, ValueError):  # another version's entry, or damaged
             return Footprint.from_json(kept[key])
-    found = count(family, meta_model(family, recipe, dtype, on_gpu), recipe, shape, plain)
+    model = meta_model(family, recipe, dtype, on_gpu) if model is None else model
+    found = count(family, model, recipe, shape, plain)
     with suppress(StorageError):
         write_json(memory, {**dict(list(kept.items())[-KEPT:]), key: found.to_json()})
     return found

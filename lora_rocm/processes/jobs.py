@@ -383,16 +383,11 @@ class CompileTarget:
 
 
 @dataclass(frozen=True)
-class CompileCasesJob:
+class CompileJob:
     """Job to compile kernels into Triton's cache until standard input closes. dtype: name of the run's dtype."""
 
     dtype: str
     target: CompileTarget
-
-
-@dataclass(frozen=True)
-class CompileStepJob(CompileCasesJob):
-    """The same job, for a process that also compiles the kernels of a run's step."""
 
 
 @dataclass(frozen=True)
@@ -403,18 +398,19 @@ class CaseRequest:
 
 
 @dataclass(frozen=True)
-class StepRequest:
-    """Request to compile a share of the kernels of a step.
+class Launch:
+    """A launch of a kernel, with all that its compiled program depends on. It is also the request to compile it.
 
     Attributes:
-        recipe: path of the recipe.
-        share: number of this process, from 0.
-        shares: number of processes.
+        module, kernel: names of the module and of the kernel in it.
+        arguments, options: the kernel's arguments by position and by name. A tensor is a dictionary
+            (``checks.recorded_launches``).
     """
 
-    recipe: Path
-    share: int = 0
-    shares: int = 1
+    module: str
+    kernel: str
+    arguments: list[Any]  # untyped: JSON values
+    options: dict[str, Any]  # untyped: JSON values
 
 
 @dataclass(frozen=True)
@@ -425,19 +421,19 @@ class CaseCompiled:
 
 
 @dataclass(frozen=True)
-class StepCompiled:
-    """Answer to a ``StepRequest``. kernels: names of the step's kernels; empty if it failed."""
+class LaunchCompiled:
+    """Answer to a ``Launch``, also if it failed: the step then has the same error."""
 
-    kernels: list[str]
+    kernel: str
 
 
-CompileRequest = CaseRequest | StepRequest
-CompileAnswer = CaseCompiled | StepCompiled
+CompileRequest = CaseRequest | Launch
+CompileAnswer = CaseCompiled | LaunchCompiled
 
 
 @dataclass(frozen=True)
 class CountJob:
-    """Job to count a step's memory into the footprint cache. recipe: path of the recipe."""
+    """Job to list a step's kernels, and to count its memory into the footprint cache. recipe: path of the recipe."""
 
     recipe: Path
 
@@ -448,6 +444,17 @@ class CountRequest:
 
     dtype: str
     settings: str
+
+
+@dataclass(frozen=True)
+class StepLaunches:
+    """Answer to a ``CountRequest``, before the memory is counted.
+
+    kernels: names of the step's kernels. launches: one launch for each program that the step needs.
+    """
+
+    kernels: list[str]
+    launches: list[Launch]
 
 
 @dataclass(frozen=True)
@@ -469,7 +476,7 @@ class Child:
 
 
 _MODEL, _MEASURED = "lora_rocm.children.model_child", (BeginEvent, RowEvent)
-_DEVICE, _COMPILED = "lora_rocm.children.bench.device_child", (CaseCompiled, StepCompiled)
+_DEVICE = "lora_rocm.children.bench.device_child"
 CHILDREN: Mapping[str, Child] = {
     "sample": Child(_MODEL, SampleJob, (DrawnEvent, NoticeEvent)),
     "export": Child(_MODEL, ExportJob, (ExportEvent, NoticeEvent)),
@@ -490,9 +497,10 @@ CHILDREN: Mapping[str, Child] = {
     "tune-products": Child("lora_rocm.children.tune.products", TuneProductsJob, _MEASURED),
     "self-test": Child("lora_rocm.checks.selftest", SelfTestJob, (ChecksEvent, CheckEvent, ResultEvent)),
     "track": Child("lora_rocm.children.tracking", TrackJob, ()),
-    "compile-cases": Child("lora_rocm.checks.kernel_compiler", CompileCasesJob, (CaseCompiled,), (CaseRequest,)),
-    "compile-step": Child("lora_rocm.train.step_compiler", CompileStepJob, _COMPILED, (CaseRequest, StepRequest)),
-    "count": Child("lora_rocm.memory.count_child", CountJob, (), (CountRequest,)),
+    "compile": Child(
+        "lora_rocm.checks.kernel_compiler", CompileJob, (CaseCompiled, LaunchCompiled), (CaseRequest, Launch)
+    ),
+    "count": Child("lora_rocm.memory.count_child", CountJob, (StepLaunches,), (CountRequest,)),
 }
 """Descriptions of the child processes, keyed by name."""
 J = TypeVar("J")
@@ -538,23 +546,23 @@ def chat_request(line: bytes) -> ChatRequest:
     return request
 
 
-def compile_request(line: bytes, child: str) -> CompileRequest:
+def compile_request(line: bytes) -> CompileRequest:
     """Return the request in a line of the standard input of a compiling child.
 
     Raises:
         MachineError: job-unreadable.
     """
-    request: CompileRequest = _read_line(line, CHILDREN[child].requests, "standard input")
+    request: CompileRequest = _read_line(line, CHILDREN["compile"].requests, "standard input")
     return request
 
 
-def compile_answer(line: bytes, child: str) -> CompileAnswer:
+def compile_answer(line: bytes) -> CompileAnswer:
     """Return the answer in a line of the standard output of a compiling child.
 
     Raises:
         MachineError: job-unreadable.
     """
-    found: CompileAnswer = _read_line(line, CHILDREN[child].answers, "standard output")
+    found: CompileAnswer = _read_line(line, CHILDREN["compile"].answers, "standard output")
     return found
 
 
@@ -566,6 +574,16 @@ def count_request(line: bytes) -> CountRequest:
     """
     request: CountRequest = _read_line(line, CHILDREN["count"].requests, "standard input")
     return request
+
+
+def step_launches(line: bytes) -> StepLaunches:
+    """Return the answer in a line of the counting child's standard output.
+
+    Raises:
+        MachineError: job-unreadable.
+    """
+    found: StepLaunches = _read_line(line, CHILDREN["count"].answers, "standard output")
+    return found
 
 
 def _read_line(line: bytes, kinds: Iterable[type[Any]], where: str) -> Any:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lora_rocm.recipe.yaml_tree import YamlSyntaxError, parse_yaml
 
-Value = bool | int | float | str | Sequence[str]
+Value = bool | int | float | str | Sequence[str] | Sequence[Mapping[str, str]]
 MARK = "<--"
 """Mark in the comment of a line that a user has to change."""
 COMMENT_COLUMN = 26
@@ -98,8 +98,10 @@ class RecipeText:
         return next((number for number in range(begin, end) if wanted.match(self._lines[number])), None)
 
 
-def written(value: Value) -> str:
+def written(value: Value | Mapping[str, str]) -> str:
     """Return a value as YAML on one line. A text is quoted only where it has to be."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {written(each)}' for key, each in value.items())}}}"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):

@@ -39,6 +39,10 @@ def section_class(annotation: Any) -> type[BaseModel] | None:
     return next((found for part in get_args(annotation) if (found := section_class(part))), None)
 
 
+OF_TABLES_ONLY = frozenset({"split", "image_column"})
+"""Options of a source that have no meaning for a folder of images."""
+
+
 def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Yield every key of a recipe class as ``section.key`` in schema order, including the sections themselves.
 
@@ -78,7 +82,8 @@ def suggest(name: str, siblings: list[str], section: str, value: str, recipe: ty
     if plain in siblings:
         return f"Did you mean {here}{plain}?"
     if section == "data" and plain in DataSource.model_fields:
-        entry = f"{{{plain}: {value}}}" if plain == "dataset" else f"{{dataset: ..., {plain}: {value}}}"
+        kind = "dataset" if plain in OF_TABLES_ONLY else "path"
+        entry = f"{{{plain}: {value}}}" if plain == "dataset" else f"{{{kind}: ..., {plain}: {value}}}"
         return f"Write data.sources: [{entry}]"
     same_value = peer_names().same_value
     for known in (f"{section.partition('.')[0]}.{plain}", plain):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -30,9 +31,10 @@ from lora_rocm.kernels import eight_bit_library
 from lora_rocm.kernels.backend import implementation_for
 from lora_rocm.kernels.weight_format import use_implementation
 from lora_rocm.memory.footprint import largest_of
+from lora_rocm.memory.footprint_process import FootprintProcess, can_help
 from lora_rocm.memory.manager import MemoryManager, decide
 from lora_rocm.model_files.adapter_contents import IMPLAUSIBLE
-from lora_rocm.processes.jobs import StepRequest
+from lora_rocm.processes.jobs import CountRequest, StepLaunches
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.recipe_file import recipe_to_train
 from lora_rocm.train import compilation
@@ -54,10 +56,8 @@ def choose_memory(start: StartContext, family: ModelFamily, shapes: Collection[S
     largest = max(shapes, key=lambda shape: shape.order)
     how = (start.recipe, family, start.device, start.dtype, start.settings)
     with start.context.part("plan"):
-        if start.counting is not None:
-            if largest == largest_of(start.recipe):
-                start.counting.wait(lambda: start.context.beat("load"))
-            start.counting.close()
+        if start.counting is not None and largest == largest_of(start.recipe):
+            start.counting.wait(lambda: start.context.beat("load"))
         memory = decide(*how, largest, start.context, len(shapes))
     memory.again = training_context(start.settings.attention)
     return memory
@@ -120,8 +120,22 @@ def compilers_of(start: StartContext) -> AbstractContextManager[KernelCompilers 
     kept = KernelChoice.stored_in(facts)
     if not start.settings.triton or not start.world.is_first or (kept is not None and not kept.triton):
         return nullcontext()
-    step = StepRequest(recipe_to_train(start.session.run_dir))
-    return compilers_for(start.device, start.dtype, _kernel_memory(start), step=step)
+    return compilers_for(start.device, start.dtype, _kernel_memory(start), step=partial(_launches_of_step, start))
+
+
+def _launches_of_step(start: StartContext) -> StepLaunches | None:
+    """Wait for the launches of the step; None if no process lists them. Compilers call it in a thread.
+
+    Where the memory was counted before, and a driver or a library has changed since, the process starts now.
+    """
+    counting = start.counting
+    if counting is None:
+        if not can_help():
+            return None
+        counting = FootprintProcess(recipe_to_train(start.session.run_dir))
+        start.session.at_close.callback(counting.close)
+        counting.ask(CountRequest(str(start.dtype).removeprefix("torch."), start.settings.to_text()))
+    return counting.launches()
 
 
 def _kernel_memory(start: StartContext) -> KernelMemory:

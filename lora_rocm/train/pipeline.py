@@ -38,6 +38,7 @@ from lora_rocm.train.checkpoint import Checkpoint, discard_newer, restore_thread
 from lora_rocm.train.class_images import with_class_images
 from lora_rocm.train.context import Data, StartContext, captures, encoder_placement, transfer_of
 from lora_rocm.train.disk_forecast import CacheRoom, DiskForecast
+from lora_rocm.train.early_base import read_base_early
 from lora_rocm.train.guard import CacheGuard, Guard
 from lora_rocm.train.hooks import TensorBoard, Validation
 from lora_rocm.train.input_start import start_from_inputs
@@ -66,7 +67,11 @@ def train(start: StartContext) -> tuple[bool, int]:
     # Caches, then base model, adapter and optimizer
     with compilers_of(start) as compilers:
         with session.phase("cache"):
-            if checkpoint is None:  # a resumed run has computed with its base before
+            is_new = checkpoint is None  # a resumed run has computed with its base before
+            if is_new:
+                start.world.first("the base's files", family.examine)
+            read_base_early(start, family)
+            if is_new:
                 start.world.first("the base", lambda: _require_trainable(start, family))
             data = start.world.in_turn("caches", lambda: prepare_data(start, family))
             start.world.require_same("the training data", {"samples": data.identity()})
@@ -105,6 +110,8 @@ def prepare_without_training(start: StartContext) -> None:
         with session.phase("load"):
             memory = choose_memory(start, family, data.prepared.facts.bucket_counts)
             choose_kernels(start, memory, compilers, waits=True)
+            if compilers is not None:
+                compilers.wait_for_step(lambda: start.context.beat("load"))
 
 
 def _require_trainable(start: StartContext, family: ModelFamily) -> None:

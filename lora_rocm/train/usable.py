@@ -60,6 +60,26 @@ def require_usable(family: ModelFamily, recipe: Recipe) -> Base:
     return Base(files, skeletons, limits)
 
 
+def trained_components(family: ModelFamily, recipe: Recipe) -> tuple[str, ...]:
+    """Return the names of the components that ``family.load`` loads, and the adapter changes."""
+    targets = family.lora_targets.values()
+    return tuple(dict.fromkeys(name for preset in targets for name in preset if recipe.trains(name)))
+
+
+def component_bytes(
+    family: ModelFamily, recipe: Recipe, skeletons: Mapping[str, nn.Module], dtype: torch.dtype
+) -> dict[str, int]:
+    """Return the bytes of each loaded component, by name.
+
+    ``dtype``: of the trained components. ``skeletons``: components without weights, by name.
+    """
+    dtypes = {**family.encoder_dtypes, **dict.fromkeys(trained_components(family, recipe), dtype)}
+    return {
+        name: family.weight_format(name).num_bytes(skeleton, dtypes.get(name, torch.float32))
+        for name, skeleton in skeletons.items()
+    }
+
+
 def judged(path: Path, spec: FamilySpec, registry: FamilyRegistry = FAMILIES) -> BaseVerdict:
     """Check whether a path is a usable base of a family, in any of the family's variants."""
     found = [_of_variant(path, spec, variant, registry) for variant in _variants(spec)]

@@ -20,8 +20,8 @@ import filelock
 import torch
 
 from lora_rocm import BEGAN_S, __version__
-from lora_rocm.device.backend_settings import apply, wake
-from lora_rocm.device.precision import choose_device, compute_dtype, describe
+from lora_rocm.device.backend_settings import apply
+from lora_rocm.device.precision import choose_device, describe
 from lora_rocm.device.process_group import World, join
 from lora_rocm.device.torch_errors import settle, translated
 from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageError, resume_advice
@@ -42,6 +42,7 @@ from lora_rocm.rundir.event_types import Emit, EndEvent, ErrorEvent, PhaseEvent,
 from lora_rocm.rundir.events import EventWriter
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.recipe_file import recipe_to_train
+from lora_rocm.train.opened_device import OpenedDevice
 from lora_rocm.train.session import Session
 
 if TYPE_CHECKING:
@@ -127,16 +128,15 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
     if recipe.runtime.deterministic:
         torch.use_deterministic_algorithms(True)
     apply(settings, device, wakes_later=True)
-    waking = wake(device, settings)
-    # Start to count the step's memory, which takes as long as the imports below
+    # Start to count the step's memory and to open the device, which take as long as the imports below
     counting = None
     if me.rank == 0:
         recipe_file = options.recipe or recipe_to_train(session.run_dir)
         counting = footprint_process(recipe_file, recipe.cache.dir, device.type == "cuda")
     if counting is not None:
         session.at_close.callback(counting.close)
+    opening = OpenedDevice(device, settings, recipe, session.context)
     # Heavy imports, only once the lock is held and errors can be recorded
-    from lora_rocm.checks.attention_routes import checked_attention
     from lora_rocm.families.base import family_for
     from lora_rocm.kernels.backend import available
     from lora_rocm.train import pipeline, resume
@@ -144,15 +144,12 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
 
     family_for(recipe)
     imported()
-    waking.join()
     if options.began is not None:
         session.emit(PhaseEvent(phase="command", state="end", seconds=round(BEGAN_S - options.began, 3)))
     session.emit(PhaseEvent(phase="imports", state="end", seconds=round(time.time() - BEGAN_S, 3)))
     # Find the checkpoint and announce the start
     with session.phase("start"):
-        dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
-        # Before the first encoder computes with it
-        settings = checked_attention(settings, device, (dtype, torch.float32), session.context)
+        dtype, settings = opening.result()
         if counting is not None and available(device):  # the process sees no GPU, and counts Triton kernels
             counting.ask(CountRequest(str(dtype).removeprefix("torch."), settings.to_text()))
         world = join(me, device, session.context.beat)

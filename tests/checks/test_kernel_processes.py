@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
+import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +30,10 @@ from lora_rocm.checks.kernel_processes import (  # noqa: E402
     KernelMemory,
     compilers_for,
     process_count,
+    unproven_cases,
 )
+from lora_rocm.checks.recorded_launches import argument, kernel_of  # noqa: E402
+from lora_rocm.hardware.settings import Settings  # noqa: E402
 from lora_rocm.hardware.software_stack import STACK  # noqa: E402
 from lora_rocm.kernels import (  # noqa: E402
     add_norm_triton,
@@ -38,7 +44,15 @@ from lora_rocm.kernels import (  # noqa: E402
     token_loss_triton,
     unpack_triton,
 )
-from lora_rocm.processes.jobs import CaseRequest, CompileTarget, StepRequest, request_line  # noqa: E402
+from lora_rocm.memory.footprint_process import FootprintProcess  # noqa: E402
+from lora_rocm.processes.jobs import (  # noqa: E402
+    CaseRequest,
+    CompileTarget,
+    CountRequest,
+    Launch,
+    StepLaunches,
+    request_line,
+)
 from lora_rocm.rundir.event_types import Event, KernelsEvent  # noqa: E402
 from tests.event_lines import hearing  # noqa: E402
 
@@ -46,7 +60,19 @@ CPU, GPU, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
 TARGET = CompileTarget("hip", "gfx1100", 32)
 GELU = next(case for case in LARGE if case.name == "GELU")
 CASES = (GELU, FINGERPRINTS)
-STEP = StepRequest(Path("a recipe ä.yaml"))
+GATED = "gated.gated: gelu"
+STEP = StepLaunches([GATED], [Launch("a module", f"kernel {number}", [number], {}) for number in range(4)])
+ANSWERS = """
+import json, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    answer = {"child": "LaunchCompiled", "kernel": asked.get("kernel")}
+    if asked["child"] == "CaseRequest":
+        answer = {"child": "CaseCompiled", "case": asked["case"]}
+    print(json.dumps(answer), flush=True)
+"""
+ENDS = "import sys; sys.stdin.readline(); sys.exit(9)"
+IS_SILENT = "import sys; sys.stdin.read()"
 MODULES = (
     add_norm_triton, fingerprint_triton, gated_triton, group_norm_triton, rotary_triton, token_loss_triton,
     unpack_triton,
@@ -165,6 +191,142 @@ def test_a_killed_process_is_not_waited_for(compilers: KernelCompilers) -> None:
     for case in CASES:
         compilers.wait(case, lambda: None)
     assert compilers.finished == 0 and not compilers._waiting
+    compilers.wait_for_step(lambda: pytest.fail("there is no step"))
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., KernelCompilers]]:
+    """Start processes that run a small program."""
+    made = list[KernelCompilers]()
+
+    def start(program: str, count: int = 2, step: Callable[[], StepLaunches | None] = lambda: STEP) -> KernelCompilers:
+        monkeypatch.setattr(kernel_processes, "heavy_command", lambda *_, **__: [sys.executable, "-c", program])
+        made.append(KernelCompilers(BF16, count, lambda: TARGET, step=step))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.close()
+        assert all(child.poll() is not None for child in each._children)
+
+
+def test_a_step_is_compiled_after_its_cases(
+    started: Callable[..., KernelCompilers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order, compiled = list[str](), KernelCompilers._compiled
+
+    def noted(self: KernelCompilers, child: Any, request: Any) -> bool:
+        order.append(getattr(request, "case", "") or request.kernel)
+        return compiled(self, child, request)
+
+    monkeypatch.setattr(KernelCompilers, "_compiled", noted)
+    compilers = started(ANSWERS, 1)
+    compilers.wait_for_step(lambda: None)
+    cases = [str(case) for case in unproven_cases([GATED], BF16)]
+    assert cases and {*order[: len(cases)]} == {*cases} == compilers._finished
+    assert {*order[len(cases) :]} == {launch.kernel for launch in STEP.launches}
+
+
+def test_a_start_waits_for_the_list_of_a_step(started: Callable[..., KernelCompilers]) -> None:
+    listed = threading.Event()
+
+    def step() -> StepLaunches:
+        listed.wait(20)
+        return STEP
+
+    compilers, beats = started(ANSWERS, 1, step), list[int]()
+
+    def beat() -> None:
+        beats.append(1)
+        if len(beats) == 3:
+            listed.set()
+
+    compilers.wait_for_step(beat)
+    assert len(beats) >= 3 and not compilers._waiting and compilers._num_launches_left == 0
+
+
+def test_without_a_list_there_is_nothing_to_wait_for(started: Callable[..., KernelCompilers]) -> None:
+    compilers, began = started(IS_SILENT, 2, lambda: None), time.monotonic()
+    compilers.wait_for_step(lambda: None)
+    assert time.monotonic() - began < 20 < kernel_processes.STEP_LIMIT_S and not compilers._waiting
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_fails_is_not_waited_for(started: Callable[..., KernelCompilers]) -> None:
+    def fails() -> StepLaunches:
+        raise SystemError
+
+    compilers, began = started(ANSWERS, 2, fails), time.monotonic()
+    compilers.wait_for_step(lambda: None)
+    assert time.monotonic() - began < 20 < kernel_processes.STEP_LIMIT_S
+
+
+def test_processes_that_end_are_not_waited_for(started: Callable[..., KernelCompilers]) -> None:
+    compilers, began = started(ENDS), time.monotonic()
+    compilers.wait_for_step(lambda: None)
+    assert time.monotonic() - began < 20 < kernel_processes.STEP_LIMIT_S
+    assert compilers._num_serving == 0 and compilers.finished == 0 and compilers._waiting
+
+
+def test_a_killed_process_leaves_the_step_to_the_others(started: Callable[..., KernelCompilers]) -> None:
+    compilers, beats = started(IS_SILENT, 1), list[int]()
+
+    def beat() -> None:
+        beats.append(1)
+        if len(beats) == 2:
+            compilers._children[0].kill()
+
+    compilers.wait_for_step(beat)
+    assert compilers._num_serving == 0 and len(beats) >= 2
+
+
+def test_waiting_for_a_step_has_an_end(
+    started: Callable[..., KernelCompilers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_processes, "STEP_LIMIT_S", 0.35)
+    compilers, beats, began = started(IS_SILENT), list[int](), time.monotonic()
+    compilers.wait_for_step(lambda: beats.append(1))
+    assert 0.3 < time.monotonic() - began < 10 and beats
+    assert compilers._num_launches_left == len(STEP.launches), "nobody has answered"
+    compilers.close()
+    compilers.wait_for_step(lambda: pytest.fail("closed"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("target", [TARGET, CompileTarget("cuda", "90", 32)])
+def test_a_step_finds_the_kernels_of_all_processes(target: CompileTarget, tmp_path: Path) -> None:
+    sections = {
+        "model": {"family": "causal-lm", "name_or_path": "builtin:tiny-llama"},
+        "data": {"sources": [{"dataset": "builtin:demo-chats"}], "max_length": 64},
+        "lora": {"rank": 4, "targets": "all-linear"},
+        "train": {"max_train_steps": 1, "batch_size": 2},
+        "cache": {"dir": str(tmp_path / "cache")},
+    }
+    recipe = tmp_path / "a recipe ä.yaml"
+    recipe.write_text(json.dumps(sections), encoding="utf-8")
+    listing = FootprintProcess(recipe)
+    listing.ask(CountRequest("bfloat16", Settings().to_text()))
+    made = KernelCompilers(BF16, 2, lambda: target, step=listing.launches)
+    with mock.patch.object(kernel_processes, "STEP_LIMIT_S", 500.0):
+        made.wait_for_step(lambda: None)
+    made.close()
+    found = listing.launches()
+    listing.close()
+    assert found is not None and found.launches and made.finished == len(unproven_cases(found.kernels, BF16))
+
+    def missing(target: CompileTarget) -> list[str]:
+        without = LaunchesNothing(target)
+        with mock.patch.object(type(driver), "active", without), compiled_here() as compiled:
+            for launch in found.launches:
+                kernel_of(launch).device_caches.clear()
+            for launch in found.launches:
+                options = {name: argument(value) for name, value in launch.options.items()}
+                kernel_of(launch).run(*map(argument, launch.arguments), grid=(1,), warmup=True, **options)
+        return compiled
+
+    assert missing(target) == []
+    assert missing(CompileTarget("hip", "gfx1201", 32)), "the control: kernels for another GPU are not in the cache"
 
 
 def assert_it_compiles_nothing(made: KernelCompilers) -> None:
@@ -182,7 +344,7 @@ def assert_it_compiles_nothing(made: KernelCompilers) -> None:
 
 def test_without_a_gpu_the_comparison_compiles_all() -> None:
     """Triton's driver cannot start here, as where a C compiler is missing."""
-    made = KernelCompilers(BF16, 2, step=STEP)
+    made = KernelCompilers(BF16, 2, step=lambda: STEP)
     assert_it_compiles_nothing(made)
 
 
@@ -191,13 +353,13 @@ def test_where_no_process_can_start_the_comparison_compiles_all(monkeypatch: pyt
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(kernel_processes, "heavy_command", refused)
-    made = KernelCompilers(BF16, 2, lambda: TARGET, step=STEP)
+    made = KernelCompilers(BF16, 2, lambda: TARGET, step=lambda: STEP)
     assert_it_compiles_nothing(made)
 
 
 @pytest.mark.parametrize(
     ("cores", "free_gib", "count"),
-    [(16, 64, 8), (64, 512, 8), (8, 64, 4), (2, 16, 1), (1, 16, 1), (16, 5, 2), (16, 1, 0)],
+    [(16, 64, 4), (64, 512, 8), (8, 64, 2), (2, 16, 1), (1, 16, 1), (16, 5, 2), (16, 1, 0)],
 )
 def test_the_number_of_processes_fits_the_machine(cores: int, free_gib: int, count: int) -> None:
     assert process_count(cores, free_gib * 2**30) == count
@@ -219,10 +381,11 @@ def test_processes_start_only_if_there_may_be_kernels_to_compile(monkeypatch: py
         assert compilers is not None and not compilers._waiting, "the first run of this kind"
     memory.remember([GELU.kernel])
     with compilers_for(GPU, BF16, memory) as compilers:
-        assert compilers is not None and {*compilers._waiting} == {str(GELU), str(FINGERPRINTS)}
-    with compilers_for(GPU, BF16, memory, step=STEP) as compilers:
         assert compilers is not None
-    assert started == [6, 2, 2]
+        assert {*compilers._waiting} == {CaseRequest(str(case)) for case in (GELU, FINGERPRINTS)}
+    with compilers_for(GPU, BF16, memory, step=lambda: STEP) as compilers:
+        assert compilers is not None
+    assert started == [6, 2, 6]
     for case in cases_for([GELU.kernel], BF16):
         proof_of(case, BF16).keep()
     with compilers_for(GPU, BF16, memory) as compilers:

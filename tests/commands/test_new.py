@@ -16,6 +16,8 @@ from safetensors.torch import save_file
 from lora_rocm.commands import new as command
 from lora_rocm.commands.check import check
 from lora_rocm.commands.new import NewRequest, NewResult
+from lora_rocm.dataset.sources.given import CROP_COLUMN
+from lora_rocm.dataset.sources.scan import scan
 from lora_rocm.errors import LoraRocmError
 from lora_rocm.planning.step_plan import SampleCost
 from lora_rocm.recipe.load import load_recipe, shipped_recipes
@@ -201,6 +203,21 @@ def test_several_kinds_of_caption_files_are_a_list() -> None:
     photos(Path("pics"), (64, 64), caption=".tags", name="other {}")
     found = values(new(source="sdxl", images="pics"))
     assert found["data.caption_extension"] == "[.txt, .tags]" and found["data.caption_dropout_rate"] == "0.05"
+
+
+def test_crops_and_masks_of_the_folder_are_read() -> None:
+    """The second folder is the control: it has neither."""
+    for folder in ("pics", "plain"):
+        photos(Path(folder), *[(64, 64)] * 3)
+    row = {"file_name": "a cat 1.png", CROP_COLUMN: [0, 0, 32, 64]}
+    Path("pics", "metadata.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    Image.new("L", (64, 64), 255).save(Path("pics", "a cat 2-masklabel.png"))
+    found, plain = (new(f"{folder}.yaml", source="sdxl", images=folder) for folder in ("pics", "plain"))
+    (source,), (other,) = (recipe_of(result).data.resolved_sources() for result in (found, plain))
+    assert (source.crop_column, source.mask_path) == (CROP_COLUMN, "beside")
+    assert (other.crop_column, other.mask_path) == (None, None)
+    samples = scan(recipe_of(found).data, copies=False).samples
+    assert [sample.given.crop for sample in samples] == [None, (0, 0, 32, 64), None], "and the mask is no image"
 
 
 def test_a_trigger_word_is_never_invented() -> None:

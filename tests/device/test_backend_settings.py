@@ -66,10 +66,10 @@ def test_the_memory_limit_counts_what_others_hold_at_the_start(tmp_path: Path, m
     assert card.limit == SETTINGS.memory_limit_bytes - 2 * GIB
 
 
-def test_a_worker_asks_the_driver_in_the_thread_that_wakes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_asks_the_driver_when_it_wakes_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card, zeros = FakeCard(tmp_path, others=2 * GIB).install(monkeypatch), torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
     apply(SETTINGS, GPU, wakes_later=True)
     assert card.limit == SETTINGS.memory_limit_bytes
-    wake(GPU, SETTINGS).join()
+    wake(GPU, SETTINGS)
     assert SETTINGS.memory_limit_bytes is not None and card.limit == SETTINGS.memory_limit_bytes - 2 * GIB

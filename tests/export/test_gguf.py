@@ -91,7 +91,22 @@ def test_a_converter_that_fails_leaves_nothing(
 @pytest.mark.slow
 def test_adapters_that_llama_cpp_does_not_know_are_refused(tmp_path: Path) -> None:
     base = write_tiny_llm(tmp_path)
-    require_convertible(Adapted(recipe_of(base)).adapter)
+    plain = Adapted(recipe_of(base))
+    require_convertible(plain.adapter, plain.family.own_files())
     for lora in ({"use_dora": True}, {"type": "lokr"}):
         with pytest.raises(AdapterError, check=saying("export/plain-loras-only", "export/merged-format")):
-            require_convertible(Adapted(recipe_of(base, lora=lora)).adapter)
+            require_convertible(Adapted(recipe_of(base, lora=lora)).adapter, plain.family.own_files())
+
+
+@pytest.mark.filterwarnings("ignore:.*ensure_weight_tying.*:UserWarning")
+def test_the_tied_head_is_refused(tmp_path: Path) -> None:
+    """llama.cpp has no weight of this name then. The head of a base with two weights is accepted."""
+    heads = {"targets": r".*(lm_head|q_proj)"}
+    for name in ("llama", "smollm"):
+        adapted = Adapted(recipe_of(write_tiny_llm(tmp_path / name, name), lora=heads))
+        if name == "llama":
+            require_convertible(adapted.adapter, adapted.family.own_files())
+            continue
+        with pytest.raises(AdapterError) as caught:
+            require_convertible(adapted.adapter, adapted.family.own_files())
+        assert caught.value.code == "export-form" and caught.value.where == "lora.targets: model.lm_head"

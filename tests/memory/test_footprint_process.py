@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,9 +24,10 @@ from lora_rocm.hardware.settings import VARIABLE, Settings, settings_from
 from lora_rocm.memory import footprint, footprint_process
 from lora_rocm.memory.footprint import counted, largest_of
 from lora_rocm.memory.footprint_process import FootprintProcess, footprints_file
-from lora_rocm.processes.jobs import CountRequest, count_request, request_line
+from lora_rocm.processes.jobs import CountRequest, Launch, StepLaunches, count_request, request_line
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import load_model
 from lora_rocm.train.context import StartContext
 
@@ -32,6 +35,15 @@ BF16 = CountRequest("bfloat16", Settings().to_text())
 COUNTS = "import sys; sys.stdin.readline()"
 IS_SILENT = "import sys; sys.stdin.read()"
 ENDS = "import sys; sys.exit(9)"
+LISTED = StepLaunches(["a kernel"], [Launch("a module", "a", [1, 0.5, {"dtype": "int32"}], {"BLOCK": 2})])
+LISTS = f"""
+import sys
+sys.stdin.readline()
+sys.stdout.write({request_line(LISTED).decode("ascii")!r})
+sys.stdout.flush()
+sys.stdin.read()
+"""
+TEARS = "import sys; sys.stdin.readline(); sys.stdout.write('{'); sys.exit(0)"
 
 
 @pytest.fixture
@@ -100,6 +112,35 @@ def test_waiting_has_an_end(started: Callable[[str], FootprintProcess], monkeypa
     assert process._child is not None and process._child.poll() is None
 
 
+def test_launches_arrive_before_the_memory_is_counted(started: Callable[[str], FootprintProcess]) -> None:
+    process = started(LISTS)
+    assert process.launches() is None, "nothing was asked"
+    process.ask(BF16)
+    assert process.launches() == LISTED == process.launches()
+    assert process._child is not None and process._child.poll() is None
+
+
+@pytest.mark.parametrize("program", [ENDS, TEARS])
+def test_a_process_that_fails_lists_nothing(program: str, started: Callable[[str], FootprintProcess]) -> None:
+    process = started(program)
+    process.ask(BF16)
+    assert process.launches() is None
+
+
+def test_a_process_that_is_ended_lists_nothing(started: Callable[[str], FootprintProcess]) -> None:
+    process = started(IS_SILENT)
+    process.ask(BF16)
+    threading.Timer(0.3, process.close).start()
+    assert process.launches() is None
+
+
+def test_nobody_has_to_read_the_launches(started: Callable[[str], FootprintProcess]) -> None:
+    """They may be more than a pipe holds, and the process counts after them."""
+    process = started("import sys; sys.stdin.readline(); print('x' * 2**22, flush=True)")
+    process.ask(BF16)
+    assert seconds_of_waiting(process) < 20 < footprint_process.LIMIT_S
+
+
 def test_a_process_that_the_system_refuses_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object, **__: object) -> None:
         raise OSError(12, "Cannot allocate memory")
@@ -129,7 +170,7 @@ def test_the_process_starts_only_where_it_saves_time(tmp_path: Path, monkeypatch
         return bool(made)
 
     assert starts()
-    assert not starts(cores=2) and not starts(free_gib=2) and not starts(on_gpu=False)
+    assert starts(cores=2) and not starts(cores=1) and not starts(free_gib=2) and not starts(on_gpu=False)
     footprints_file(str(tmp_path)).write_text("{}", encoding="utf-8")
     assert not starts(), "an earlier start has counted"
 
@@ -143,11 +184,8 @@ class Recorded:
     def wait(self, beat: Callable[[], None]) -> None:
         self.calls.append("wait")
 
-    def close(self) -> None:
-        self.calls.append("close")
 
-
-@pytest.mark.parametrize(("tokens", "calls"), [(64, ["wait", "close"]), (32, ["close"])])
+@pytest.mark.parametrize(("tokens", "calls"), [(64, ["wait"]), (32, [])])
 def test_loading_waits_only_for_its_own_shape(
     recipe: Recipe, tokens: int, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +201,39 @@ def test_loading_waits_only_for_its_own_shape(
     assert process.calls == [*calls, "decide"]
 
 
+@pytest.mark.parametrize("has_cores", [True, False])
+def test_launches_are_listed_also_where_the_memory_was_counted_before(
+    has_cores: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver or a library may have changed since."""
+    made = list[Any]()
+
+    class Listing:
+        def __init__(self, recipe: Path) -> None:
+            self.recipe, self.asked, self.is_closed = recipe, list[CountRequest](), False
+            made.append(self)
+
+        def ask(self, request: CountRequest) -> None:
+            self.asked.append(request)
+
+        def launches(self) -> StepLaunches:
+            return LISTED
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    monkeypatch.setattr(load_model, "FootprintProcess", Listing)
+    monkeypatch.setattr(load_model, "can_help", lambda: has_cores)
+    session: Any = SimpleNamespace(run_dir=RunDir(tmp_path), at_close=ExitStack())
+    start: Any = SimpleNamespace(counting=None, session=session, dtype=torch.bfloat16, settings=Settings())
+    assert load_model._launches_of_step(start) == (LISTED if has_cores else None)
+    assert [each.asked for each in made] == ([[BF16]] if has_cores else [])
+    session.at_close.close()
+    assert all(each.is_closed for each in made), "no process outlives the run"
+    start.counting = Listing(tmp_path)
+    assert load_model._launches_of_step(start) == LISTED and not made[-1].asked, "the worker has asked it"
+
+
 @pytest.mark.slow
 def test_a_process_counts_exactly_the_same(recipe_file: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading then finds its footprint under its key, and does not count."""
@@ -170,6 +241,8 @@ def test_a_process_counts_exactly_the_same(recipe_file: Path, recipe: Recipe, mo
     process.ask(BF16)
     while process._child is not None and process._child.poll() is None:
         process.wait(lambda: None)
+    listed = process.launches()
+    assert listed is not None and listed.kernels and listed.launches
     process.close()
     family, how = family_for(recipe), (torch.bfloat16, Settings(), largest_of(recipe))
     with mock.patch.object(footprint, "count", side_effect=AssertionError("it counts again")):

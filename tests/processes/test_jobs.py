@@ -8,9 +8,9 @@ import io
 import json
 import math
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import MISSING, fields, is_dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -36,6 +36,7 @@ from lora_rocm.processes.jobs import (
     job_of,
     name_of,
     request_line,
+    step_launches,
 )
 from lora_rocm.processes.tool import ask, write_job
 from lora_rocm.rundir.event_types import ErrorEvent, Event
@@ -188,13 +189,17 @@ def test_a_request_is_one_line_that_is_read_back(kind: type[Any]) -> None:
     assert chat_request(line) == _some(kind) and type(chat_request(line)) is kind
 
 
-@pytest.mark.parametrize("child", ["compile-cases", "compile-step", "count"])
-def test_requests_to_a_helper_of_a_start_and_its_answers_are_lines(child: str) -> None:
-    request_of = count_request if child == "count" else partial(compile_request, child=child)
+@pytest.mark.parametrize(
+    ("child", "request_of", "answer_of"),
+    [("compile", compile_request, compile_answer), ("count", count_request, step_launches)],
+)
+def test_requests_to_a_helper_of_a_start_and_its_answers_are_lines(
+    child: str, request_of: Callable[[bytes], object], answer_of: Callable[[bytes], object]
+) -> None:
     for kind in CHILDREN[child].requests:
         assert request_of(request_line(_some(kind))) == _some(kind)
     for kind in CHILDREN[child].answers:
-        assert compile_answer(request_line(_some(kind)), child) == _some(kind)
+        assert answer_of(request_line(_some(kind))) == _some(kind)
     others = [_some(kind) for kind in CHILDREN["chat"].requests]
     for line in (b"", b"{}\n", *map(request_line, others)):
         with pytest.raises(MachineError) as caught:

@@ -201,7 +201,7 @@ def test_what_is_proposed_by_spelling_has_the_same_unit_numbers_and_words(words:
     [
         ("dataset", "'x'", "Write data.sources: [{dataset: 'x'}]"),
         ("split", "'test'", "Write data.sources: [{dataset: ..., split: 'test'}]"),
-        ("caption_column", "'text'", "Write data.sources: [{dataset: ..., caption_column: 'text'}]"),
+        ("caption_column", "'text'", "Write data.sources: [{path: ..., caption_column: 'text'}]"),
     ],
 )
 def test_a_dataset_is_an_entry_of_the_sources(name: str, value: str, expected: str) -> None:

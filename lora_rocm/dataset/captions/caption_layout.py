@@ -1,4 +1,4 @@
-"""Finds how the images of a folder are captioned: by files, by metadata, by names, or not at all."""
+"""Finds how the images of a folder are captioned: by files, by metadata, by names, or not at all; and their crops."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_rocm.dataset.sources.file_kinds import CAPTION_SUFFIXES
-from lora_rocm.dataset.sources.folders import describes, file_name_caption, walk
+from lora_rocm.dataset.sources.folders import Folder, Tables, describes, file_name_caption, walk
+from lora_rocm.dataset.sources.given import CROP_COLUMN, UnusableValue
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class CaptionLayout:
         with_folder_name: number of images without caption in a ``10_name`` folder.
         with_file_name: number of images without caption that have a descriptive file name.
         missing: number of images without a caption file and without a caption in a metadata file.
+        num_cropped: number of images with a value in the column ``CROP_COLUMN``, usable or not.
     """
 
     num_images: int
@@ -29,6 +31,7 @@ class CaptionLayout:
     with_folder_name: int
     with_file_name: int
     missing: int
+    num_cropped: int
 
     @property
     def extensions(self) -> tuple[str, ...]:
@@ -41,7 +44,7 @@ def caption_layout(root: Path) -> CaptionLayout:
     Raises:
         DataError: there are no images.
     """
-    folder = walk(root, CAPTION_SUFFIXES)
+    folder = walk(root, CAPTION_SUFFIXES, tables=Tables(crop_column=CROP_COLUMN))
     of_extension: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     for position, (path, relative) in enumerate(folder.images):
@@ -53,6 +56,7 @@ def caption_layout(root: Path) -> CaptionLayout:
             counts["missing"] += 1
             counts["folder"] += bool(folder.repeat_folder(relative).name)
             counts["file"] += describes(file_name_caption(path))
+        counts["crop"] += _is_cropped(folder, position)
     return CaptionLayout(
         len(folder.relatives),
         dict(of_extension.most_common()),
@@ -60,4 +64,12 @@ def caption_layout(root: Path) -> CaptionLayout:
         counts["folder"],
         counts["file"],
         counts["missing"],
+        counts["crop"],
     )
+
+
+def _is_cropped(folder: Folder, position: int) -> bool:
+    try:
+        return folder.given(position).crop is not None
+    except UnusableValue:  # the reader of crops explains it
+        return True

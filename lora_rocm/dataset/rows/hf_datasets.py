@@ -8,14 +8,23 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from lora_rocm.dataset.images.image_io import MAX_IMAGE_BYTES, ImageHeader, UnreadableImage, read_header
+from lora_rocm.dataset.images.image_io import (
+    MAX_IMAGE_BYTES,
+    ImageHeader,
+    UnreadableImage,
+    read_header,
+    readable_extensions,
+)
 from lora_rocm.dataset.rows.parquet_guard import unpacked_bytes
 from lora_rocm.dataset.rows.row_cells import listed
+from lora_rocm.dataset.skipped_files import counted, some
+from lora_rocm.dataset.sources.file_kinds import companion_match
 from lora_rocm.dataset.sources.folders import real_path, shown
 from lora_rocm.dataset.sources.given import Given, UnusableValue
 from lora_rocm.dataset.sources.metadata_files import MAX_CAPTION_BYTES, METADATA_NAMES, Captions, given_of, names_files
@@ -124,7 +133,7 @@ def givens_of(source: ResolvedSource) -> Iterator[Given | UnreadableCell]:
 
 
 def notices(source: ResolvedSource) -> list[str]:
-    """Return a notice about the columns of an image dataset that are not read; empty if all are read.
+    """Return notices about the columns and image files of a dataset that are not read.
 
     Columns that the library itself adds are ignored.
 
@@ -135,7 +144,39 @@ def notices(source: ResolvedSource) -> list[str]:
     read = (source.image_column, source.caption_column, source.loss_weight_column, source.crop_column)
     ours = (*read, *source.control_columns, *ADDED)
     left = [name for name in opened(source.dataset, source.split).column_names if name not in ours]
-    return [f"Columns of {shown(source.dataset)} that are not read: {listed(left)}."] if left else []
+    said = [f"Columns of {shown(source.dataset)} that are not read: {listed(left)}."] if left else []
+    return [*said, *_notify_unlisted(source)]
+
+
+def _notify_unlisted(source: ResolvedSource) -> list[str]:
+    """Return a notice about image files that metadata files do not name, although they name others of that folder.
+
+    Masks and control images with their usual names are ignored.
+    """
+    assert source.dataset is not None
+    root, named = Path(os.path.expanduser(source.dataset)), set[Path]()
+    if not os.path.isdir(root):
+        return []
+    for column in (source.image_column, *source.control_columns):
+        for index in range(num_rows(source)):
+            with suppress(UnreadableCell):
+                image = image_in(DatasetRow(source.dataset, source.split, column, index))
+                named |= {image} if isinstance(image, Path) else set()
+    there = {
+        path
+        for folder in {image.parent for image in named if image.is_relative_to(root) and image.parent.is_dir()}
+        for path in folder.iterdir()
+        if path.suffix.lower() in readable_extensions() and companion_match(path.name) is None
+    }
+    real = {os.path.realpath(image) for image in named}
+    left = sorted(shown(path.name) for path in there if os.path.realpath(path) not in real)
+    if not left:
+        return []
+    count = counted(left, "image is", "images are")
+    return [
+        f"{count} not used, because no row of {shown(source.dataset)} names it: {some(left)}. "
+        "With path in place of dataset, every image of the folder is used."
+    ]
 
 
 def _caption(cell: Any, column: str | None, row: DatasetRow) -> Captions | None:

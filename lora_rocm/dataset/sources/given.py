@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from lora_rocm.foundation.json_text import BadJson, parse_json
 
 MAX_LOSS_WEIGHT = 1000.0
+CROP_COLUMN = "crop"
+"""The column of crops, unless a recipe names another."""
 Rectangle = tuple[int, int, int, int]
 """A crop as (left, top, width, height), in pixels of the image after applying EXIF orientation."""
 

@@ -79,9 +79,12 @@ export class ChartElement extends HTMLElement {
     this.describe(`${title}: ${named.y.at(-1)?.toPrecision(4)} (${xLabel} ${named.x.at(-1)})`);
     const edge = { stroke: this.color("--line"), width: 1 };
     const axis = { stroke: this.color("--soft"), grid: edge, ticks: edge };
+    const value = (plot, found) => {
+      if (plot.cursor.idx === null || plot.cursor.idx === undefined) return ""; // nothing is pointed at
+      return found === null || found === undefined ? "–" : short(found);
+    };
     const series = lines.map(({ label, kind, x }) => {
       const { color, width, dash, dots } = KINDS[kind];
-      const value = (plot, found) => (found === null || found === undefined ? "–" : short(found));
       return { label, stroke: this.color(color), width, dash, spanGaps: true, value, points: { show: dots || x.length < 3 } };
     });
     const tables = lines.map((line) => [line.x, line.y]);
@@ -92,10 +95,15 @@ export class ChartElement extends HTMLElement {
       axes: [axis, { ...axis, size: 64, values: (plot, values) => values.map((value) => (value === null ? "" : short(value))) }],
       legend: { show: legend, live: true },
       cursor: { drag: { x: true, y: false } },
-      series: [{ label: xLabel }, ...series],
-      hooks: onDraw ? { draw: [onDraw] } : {},
+      series: [{ label: xLabel, value }, ...series],
+      hooks: { draw: onDraw ? [onDraw] : [], setLegend: [(plot) => this.showPointed(plot)] },
     };
     this.plot = new uPlot(options, tables.length > 1 ? uPlot.join(tables) : tables[0], this.box);
+  }
+
+  /** Without a place that is pointed at, the legend has names only. */
+  showPointed(plot) {
+    this.box.classList.toggle("pointed", typeof plot.cursor.idx === "number");
   }
 
   resize() {

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from lora_rocm.dataset.sources.given import CROP_COLUMN
 from lora_rocm.errors import LoraRocmError, UserError
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.recipe.load import load_recipe  # recipe: only read, for the page
@@ -15,8 +16,6 @@ from lora_rocm.recipe.schema import DataSection, Recipe, ResolvedSource
 from lora_rocm.recipe.source_sections import DataSource
 
 RESOLUTION = 1024
-CROP_COLUMN = "crop"
-"""Column of metadata.jsonl to which crops are written, unless the recipe names another."""
 MAX_RECIPES = 200
 
 

@@ -223,6 +223,7 @@ class MaskEditor extends HTMLElement {
   }
 
   showPointer() {
+    for (const shown of document.querySelectorAll("output[for]")) shown.value = document.getElementById(shown.htmlFor.value).value;
     const zoom = this.canvas.clientWidth / this.canvas.width;
     const radius = this.tool === "rectangle" ? 4 : this.radius * zoom;
     Object.assign(this.pointer.style, { left: `${this.at[0] * zoom - radius}px`, top: `${this.at[1] * zoom - radius}px`, width: `${2 * radius}px`, height: `${2 * radius}px` });

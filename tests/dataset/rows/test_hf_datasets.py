@@ -15,7 +15,7 @@ from pyarrow import parquet
 from lora_rocm.dataset.images.image_io import read_header
 from lora_rocm.dataset.rows import hf_datasets as rows
 from lora_rocm.dataset.rows import parquet_guard
-from lora_rocm.dataset.rows.hf_datasets import UnreadableCell, as_file, givens_of, image_in, rows_of
+from lora_rocm.dataset.rows.hf_datasets import UnreadableCell, as_file, givens_of, image_in, notices, rows_of
 from lora_rocm.dataset.sources.given import Given
 from lora_rocm.dataset.sources.scan import scan
 from lora_rocm.errors import DataError
@@ -192,6 +192,19 @@ def test_an_imagefolder(tmp_path: Path, make: SimpleNamespace, kind: str) -> Non
     scanned = scan(DataSection(sources=(DataSource(dataset=str(folder)),), resolution=64, bucket_step=16))
     assert [sample.caption for sample in scanned.samples] == ["zero", "one"]
     assert [problem.where for problem in scanned.set_aside] == [f"{folder} [train] row 2"]
+    assert sum("no row.png" in notice for notice in scanned.notices) == 1, scanned.notices
+
+
+def test_masks_and_control_images_need_no_row_of_their_own(tmp_path: Path, make: SimpleNamespace) -> None:
+    """The other file is the control."""
+    rows = [{"file_name": "0.png", "text": "zero", "before": "edges.png"}]
+    for number, name in enumerate(("0.png", "edges.png", "0-masklabel.png", "other.png")):
+        make.image(tmp_path / "ds" / name, seed=number)
+    (tmp_path / "ds" / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    options = DataSource(dataset=str(tmp_path / "ds"), control_column="before")
+    (resolved,) = DataSection(sources=(options,), resolution=64, bucket_step=16).resolved_sources()
+    (notice,) = notices(resolved)
+    assert "other.png" in notice and "edges.png" not in notice and "masklabel" not in notice
 
 
 def test_an_imagefolder_with_splits(tmp_path: Path, make: SimpleNamespace) -> None:

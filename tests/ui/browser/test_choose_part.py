@@ -64,7 +64,7 @@ def test_a_taste_is_found_with_the_keys(tab: Tab, tmp_path: Path, monkeypatch: p
     # The chosen file
     folder = tmp_path / "loras"
     folder.mkdir()
-    page.get_by_label("Another folder").fill(str(folder))
+    page.locator("[name=own_folder]").fill(str(folder))
     page.get_by_role("button", name="Copy into the folder").click()
     page.get_by_text("Copied to").wait_for()
     assert len(list(folder.iterdir())) == 1

@@ -8,6 +8,12 @@ from lora_rocm.ui.application import PARTS
 from tests.ui.browser.conftest import Tab
 
 PAGES = [part.path for part in PARTS]
+NUM_LINES = """[...document.querySelectorAll("nav.parts li span")].map((each) => {
+  const range = document.createRange();
+  range.selectNodeContents(each);
+  return range.getClientRects().length;
+})"""
+"""Number of lines of the name of each part in the navigation."""
 
 
 @pytest.mark.parametrize("path", PAGES)
@@ -23,6 +29,7 @@ def test_a_page_is_accessible_and_fits(path: str, tab: Tab) -> None:
         assert tab.widest() <= 0, f"{path} at {width} px"
     page.set_viewport_size({"width": 360, "height": 800})
     assert tab.axe() == [], f"{path} at 360 px"
+    assert page.evaluate(NUM_LINES) == [1] * len(PARTS), f"a name of a part wraps on {path}"
 
 
 def test_the_link_opens_the_page_and_its_token_disappears(tab: Tab) -> None:

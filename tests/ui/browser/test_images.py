@@ -104,8 +104,9 @@ def test_a_mask_is_painted_and_a_crop_drawn_by_keyboard(tab: Tab, folder: Path) 
     fits(tab)
     canvas = page.locator("mask-editor canvas")
     canvas.focus()
-    for key in ("Space", "Control+ArrowLeft", "Control+ArrowLeft"):
+    for key in ("Space", "Control+ArrowLeft", "Control+ArrowLeft", "]"):
         page.keyboard.press(key)
+    assert page.locator("output[for=brush]").inner_text() == page.locator("#brush").input_value() == "9"
     with page.expect_navigation():
         page.get_by_role("button", name="Save mask").click()
     with Image.open(folder / "image 0-masklabel.png") as mask:

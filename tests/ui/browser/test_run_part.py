@@ -68,6 +68,12 @@ def test_two_runs_are_drawn_over_each_other(tab: Tab) -> None:
     page.locator("run-chart[data-field=loss] canvas").wait_for()
     page.get_by_label("With run").select_option("runs/two")
     page.locator(".u-legend .u-label", has_text="two").wait_for()
+    # The legend has values only where a step is pointed at
+    values = page.locator("run-chart[data-field=loss] .u-legend .u-value")
+    assert not any(values.all_inner_texts()) and not values.first.is_visible()
+    page.locator("run-chart[data-field=loss] .u-over").hover()
+    values.first.wait_for()
+    assert all(values.all_inner_texts())
 
 
 @pytest.mark.slow

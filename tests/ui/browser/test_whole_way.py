@@ -100,7 +100,7 @@ def choose(page: Any, comfy: Path) -> None:
         else:
             page.locator("button.picture").nth(1).click()
         page.get_by_text(f"Votes: {vote + 1}.").wait_for()
-    page.get_by_label("Another folder").fill(str(comfy))
+    page.locator("[name=own_folder]").fill(str(comfy))
     page.get_by_role("button", name="Copy into the folder").click()
     page.locator("#take .good").wait_for()
 

@@ -1,0 +1,60 @@
+"""Reads and packs the weights of a component in a thread, before they are needed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from torch import Tensor
+
+from lora_rocm.base_models.assembly import Assembly
+
+Take = Callable[[str, Tensor], None]
+
+
+class AbandonedError(Exception):
+    """Ends the reading of weights that nobody will use."""
+
+
+class ReadAhead:
+    """Reads the files of a component in a thread, which builds no module and opens no GPU.
+
+    Args:
+        assembly: the component; it takes the tensors.
+        read: reads all tensors, passes each to its argument, and returns their digest (``read_hashed``).
+    """
+
+    def __init__(self, assembly: Assembly, read: Callable[[Take], str]) -> None:
+        self._assembly, self._read = assembly, read
+        self._sha256 = ""
+        self._error: Exception | None = None
+        self._is_abandoned = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="read-ahead")
+        self._thread.start()
+
+    def wait(self) -> tuple[Assembly, str]:
+        """Wait until all is read; return the component, and the digest of its tensors.
+
+        Raises:
+            ModelError, StorageError: as ``read_hashed`` does.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._assembly, self._sha256
+
+    def abandon(self) -> None:
+        """End the reading: each of its threads reads its present tensor to the end. Wait for that."""
+        self._is_abandoned.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._sha256 = self._read(self._take)
+        except Exception as error:  # edge: of a thread; ``wait`` raises it
+            self._error = error
+
+    def _take(self, name: str, tensor: Tensor) -> None:
+        if self._is_abandoned.is_set():
+            raise AbandonedError
+        self._assembly.take(name, tensor)
