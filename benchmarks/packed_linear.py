@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from lora_rocm.kernels.backend import Form  # noqa: E402
+from lora_rocm.kernels.backend import Implementation  # noqa: E402
 from lora_rocm.kernels.base_product import BaseProduct, UnpackedProduct  # noqa: E402
 from lora_rocm.kernels.fused_lora import lora_linear  # noqa: E402
 from lora_rocm.kernels.quantised import quantised  # noqa: E402
@@ -33,7 +33,7 @@ SHAPES = {
     "FLUX feed-forward": (4096, 3072, 12288),
     "FLUX single block": (4608, 15360, 3072),
 }
-FORMS: tuple[Form, ...] = ("eager", "triton")
+FORMS: tuple[Implementation, ...] = ("eager", "triton")
 REPEATS = 20
 
 
