@@ -21,7 +21,12 @@ from lora_rocm.kernels.weight_format import dense_weight
 from tests.tiny_models import SHALLOW_WIDER, write_tiny_sdxl
 from tests.train.runs import bytes_of, make_recipe, material, rewound, start
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # torch: of the thread of the backward pass, which had no context; and of leaves whose first pass had another stream
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning"),
+]
 __all__ = ["material"]
 GPU = torch.device("cuda")
 ERRORS = {"int8": 0.013, "fp8": 0.04}
