@@ -81,7 +81,8 @@ def _shown(request: Request, block: str, key: str, family: str, words: str) -> R
     from lora_rocm.commands.base_candidates import candidates, shipped_places
 
     seen = _seen()
-    shipped = shipped_places() if key == "name_or_path" else []  # whole models, not their parts
+    tiny = shipped_places() if key == "name_or_path" else []  # whole models, not their parts
+    shipped = [each for each in tiny if not family or family in seen.read(each).families]
     found = candidates([*_places(context_of(request)), *shipped], seen, key, family, words, READING_S)
     seen.save(SAVED_AT if found.unread else 1)
     title, shown = FAMILIES[family].title if family else "", found.found[:SHOWN]
