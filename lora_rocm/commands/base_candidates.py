@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +25,7 @@ from lora_rocm.errors import LoraRocmError, StorageError
 from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.files import write_json
 from lora_rocm.foundation.json_text import object_in
+from lora_rocm.foundation.names import BUILTIN
 from lora_rocm.model_files.component_folder import COMPONENT_CONFIG
 from lora_rocm.model_files.header import PICKLE_SUFFIXES
 from lora_rocm.model_files.hub_cache import cached_repositories, hub_cache
@@ -154,6 +156,12 @@ def model_places(
         for place in _walk(folder, folder, budget, 0):
             found.setdefault(place.path, place)
     return list(found.values())
+
+
+def shipped_places() -> list[ModelPlace]:
+    """Return the tiny models that ship with the program, for a first try."""
+    folders = sorted(Path(str(resources.files("lora_rocm.builtin"))).glob("tiny_*"))
+    return [_named(_folder_place(each, each.parent), BUILTIN + each.name.replace("_", "-")) for each in folders]
 
 
 def _named(place: ModelPlace, value: str) -> ModelPlace:

@@ -69,6 +69,9 @@ class DataFacts:
         looked_at: number of texts, the first ones, that the tokenizer inspected; 0 if it inspected all.
         captioned_several_times: number of samples with more than one caption.
         several_captions: total number of captions of these samples.
+        uncaptioned: number of images that have no caption.
+        masked: number of images with a mask.
+        cropped: number of images with a crop in the metadata.
         sources: each source at each of its resolutions.
         watched: number of samples that are never trained on, and only have their loss measured, by source.
         problems: samples that are not usable, with the reasons. For texts, only the first ones are listed.
@@ -88,6 +91,9 @@ class DataFacts:
     looked_at: int = 0
     captioned_several_times: int = 0
     several_captions: int = 0
+    uncaptioned: int = 0
+    masked: int = 0
+    cropped: int = 0
     watched: dict[str, int] | None = None
     first_notices: tuple[str, ...] = ()
     shown: tuple[str, ...] = ()
@@ -144,16 +150,33 @@ def check(
     Raises:
         LoraRocmError: the recipe is wrong, or names files that do not exist.
     """
-    # read the recipe, and check files and packages
     loaded = load_recipe(recipe_path, overrides, registry)
-    recipe = loaded.recipe
     for notice in loaded.notices:
         notify(notice)
-    found = CheckResult(loaded.path, recipe.model.family, recipe.model.name_or_path, schema_only, tuple(loaded.notices))
     if schema_only:
         if problems := loaded.name_problems():
             raise RecipeError(problems)
-        return found
+        return _unchecked(loaded, schema_only=True)
+    return checked(loaded, train_command(recipe_path, overrides))
+
+
+def _unchecked(loaded: LoadedRecipe, *, schema_only: bool = False) -> CheckResult:
+    model = loaded.recipe.model
+    return CheckResult(loaded.path, model.family, model.name_or_path, schema_only, tuple(loaded.notices))
+
+
+def checked(loaded: LoadedRecipe, command: str) -> CheckResult:
+    """Check files, data and base model of a recipe. Their faults are returned as the result's ``error``.
+
+    Args:
+        loaded: the recipe.
+        command: the command that trains it, for ``CheckResult.next``.
+
+    Raises:
+        LoraRocmError: the recipe names files that do not exist.
+    """
+    # check files and packages
+    recipe, found = loaded.recipe, _unchecked(loaded)
     loaded.require_files()
     require_preview_images(loaded)
     require_trackers(recipe.output)
@@ -185,7 +208,6 @@ def check(
         data, plan = texts.inspected()
         found = replace(found, data=data, plan=plan)
         notes = _cut_captions(recipe, texts.samples() if base.tokenizers else (), base.tokenizers)
-    command = train_command(recipe_path, overrides)
     if in_eight_bits is not None and (text := eight_bit_text(in_eight_bits)) is not None:
         notes = (text, *notes)
     return replace(found, weight_bytes=base.num_bytes, notes=(*base.notices, *notes), next=command)
@@ -225,6 +247,7 @@ def _images(recipe: Recipe) -> tuple[DataFacts, RunPlan, list[Sample]]:
     Raises:
         DataError: no image is usable, or a source cannot be read.
     """
+    from lora_rocm.dataset.companions.masks import MASK
     from lora_rocm.dataset.images.views import view_count
     from lora_rocm.dataset.order.regularisation import evened, unused_notice
     from lora_rocm.dataset.sources.scan import geometries, nothing_left
@@ -241,6 +264,8 @@ def _images(recipe: Recipe) -> tuple[DataFacts, RunPlan, list[Sample]]:
     # count each place once: its samples at several resolutions have the same captions
     num_captions = {sample.location: sum(text.count("\n") + 1 for text in sample.captions) for sample in samples}
     several = [number for number in num_captions.values() if number > 1]
+    masked = {sample.location for sample in samples if sample.companion(MASK) is not None}
+    given_crop = {sample.location for sample in samples if sample.given.crop is not None}
     per_source = Counter(sample.source for sample in samples)
     sources = tuple(
         SourceFacts(
@@ -271,6 +296,9 @@ def _images(recipe: Recipe) -> tuple[DataFacts, RunPlan, list[Sample]]:
         (*found.notices, *of_watched, *cropped, *unused_notice(num_found, len(samples))),
         captioned_several_times=len(several),
         several_captions=sum(several),
+        uncaptioned=found.num_uncaptioned,
+        masked=len(masked),
+        cropped=len(given_crop),
         watched=watched,
     )
     planned = plan_data(recipe, samples, {key: geometry.shape for key, geometry in fitted.items()})
@@ -395,6 +423,8 @@ def _data_lines(data: DataFacts) -> Iterator[str]:
     if number := data.captioned_several_times:
         have = f"1 {data.kind} has" if number == 1 else f"{number} {noun} have"
         yield f"  {have} several captions, {data.several_captions} in all"
+    if data.masked or data.cropped:
+        yield f"  with a mask: {data.masked}, with a crop: {data.cropped}"
     for source in data.sources:
         resolution = f"resolution {source.resolution}, " if source.resolution is not None else ""
         how = f"for regularisation, {source.seen} per epoch" if source.is_reg else f"repeats {source.repeats}"

@@ -190,7 +190,7 @@ def _with_preset(request: NewRequest, path: Path, chosen: ShippedRecipe, registr
 
 def _filled(request: NewRequest, chosen: ShippedRecipe | None, registry: FamilyRegistry, notify: Notify) -> NewResult:
     """Copy a recipe and fill it in. ``chosen``: the recipe that the user named."""
-    from lora_rocm.commands import recipe_filling
+    from lora_rocm.commands import recipe_filling, recipe_words
     from lora_rocm.commands.inspect_file import judge_in_child
     from lora_rocm.commands.plan import card_bytes
 
@@ -217,10 +217,12 @@ def _filled(request: NewRequest, chosen: ShippedRecipe | None, registry: FamilyR
         notify(f"Reading the images of {request.images}")
         recipe_filling.require_kind(chosen.name, draft.recipe, of_texts=False)
         buckets = recipe_filling.fill_images(draft, request.images)
+        recipe_words.fill_words_of_images(draft, chosen, request.images)
     if request.texts is not None:
         notify(f"Reading the texts of {request.texts}")
         recipe_filling.require_kind(chosen.name, draft.recipe, of_texts=True)
         recipe_filling.fill_texts(draft, request.texts)
+        recipe_words.fill_words_of_texts(draft, chosen, request.texts)
     error = recipe_filling.fill_gpu(draft, request.card, buckets, notify)
     if request.images is not None:
         recipe_filling.fit_to_images(draft)

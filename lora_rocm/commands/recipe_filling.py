@@ -100,6 +100,12 @@ class RecipeDraft:
         self.values = [each for each in self.values if each.place != (section, key)]
         self.values.append(FilledValue((section, key), self.text.name_of(section, key), written(value), why))
 
+    def set_list(self, section: str, key: str, items: Sequence[str], why: str) -> None:
+        """Fill in a list with one item per line."""
+        self.text.set_list(section, key, items, why)
+        self.values = [each for each in self.values if each.place != (section, key)]
+        self.values.append(FilledValue((section, key), self.text.name_of(section, key), written(items), why))
+
     def loaded(self) -> LoadedRecipe:
         """Return the recipe so far.
 

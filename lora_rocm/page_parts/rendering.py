@@ -10,7 +10,7 @@ from markupsafe import Markup, escape
 
 from lora_rocm.foundation.terminal_text import legible
 from lora_rocm.foundation.units import count_text, number_text, rate_text, size_text, time_text
-from lora_rocm.page_parts.texts import t
+from lora_rocm.page_parts.texts import phase_words, t
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -38,6 +38,7 @@ def new_environment(folder: Path, shown: Callable[[object], object]) -> Environm
         auto_reload=False,
     )
     made.globals["t"] = t
+    made.globals["phase_words"] = phase_words
     made.filters |= {
         "size": size_text,
         "number": number_text,

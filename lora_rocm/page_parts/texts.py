@@ -28,6 +28,11 @@ def _flat(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{name}", str(value)
 
 
+def phase_words(name: str) -> str:
+    """Return what a phase or an activity of a run does, in words. A name of another version is returned as it is."""
+    return texts().get(f"phase.{name}", name)
+
+
 def t(key: str, /, **values: object) -> str:
     """Return the text with this key. ``values`` replace its placeholders.
 

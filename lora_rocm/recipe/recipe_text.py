@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 
 from lora_rocm.recipe.yaml_tree import YamlSyntaxError, parse_yaml
@@ -15,6 +16,7 @@ Value = bool | int | float | str | Sequence[str] | Sequence[Mapping[str, str]]
 MARK = "<--"
 """Mark in the comment of a line that a user has to change."""
 COMMENT_COLUMN = 26
+COMMENT_WIDTH = 120
 LAST_SECTION = "output"
 
 
@@ -67,8 +69,40 @@ class RecipeText:
         indent = lead[0] if lead else "  "
         head = f"{indent}{key}: {written(value)}"
         self._lines[at] = f"{head:<{COMMENT_COLUMN}}  # {why}"
-        # A comment of the old value may go on in the next lines, which are indented further than the key.
-        while at + 1 < len(self._lines) and re.match(rf"\s{{{len(indent) + 1},}}#", self._lines[at + 1]):
+        self._drop_rest(at, len(indent))
+
+    def set_list(self, section: str, key: str, items: Sequence[str], why: str) -> None:
+        """Set a key to a list with one item per line. For the arguments see ``set``."""
+        self.set(section, key, "", why)
+        at = self.number_of(section, key)
+        self._lines[at - 1] = f"{f'  {key}:':<{COMMENT_COLUMN}}  # {why}"
+        self._lines[at:at] = [f"    - {written(item)}" for item in items]
+
+    def remove(self, section: str, key: str) -> bool:
+        """Remove a key with its value and comments. Return whether the recipe had it."""
+        if (at := self._find(section, key)) is None:
+            return False
+        self._drop_rest(at, 2)
+        del self._lines[at]
+        return True
+
+    def describe(self, sentence: str, *, replaced: str) -> None:
+        """Begin the first comment with a sentence.
+
+        Args:
+            sentence: the sentence.
+            replaced: the sentence with which the comment began; with an empty text, the whole comment is replaced.
+        """
+        num_lines = next((at for at, line in enumerate(self._lines) if not line.startswith("#")), len(self._lines))
+        words = " ".join(line.lstrip("# ") for line in self._lines[:num_lines])
+        rest = words.removeprefix(replaced).strip() if replaced else ""
+        width, whole = COMMENT_WIDTH - 2, f"{sentence} {rest}".strip()
+        wrapped = textwrap.wrap(whole, width, break_long_words=False, break_on_hyphens=False)
+        self._lines[:num_lines] = [*(f"# {line}" for line in wrapped), *([] if num_lines else [""])]
+
+    def _drop_rest(self, at: int, indent: int) -> None:
+        """Remove the next lines that belong to a value or its comment: they are indented further than the key."""
+        while at + 1 < len(self._lines) and re.match(rf"\s{{{indent + 1},}}\S", self._lines[at + 1]):
             del self._lines[at + 1]
 
     def marked(self) -> list[tuple[int, str]]:

@@ -25,7 +25,7 @@ from lora_rocm.foundation.units import count_text, number_text, rate_text, size_
 from lora_rocm.model_files.peft_folder import peft_folders
 from lora_rocm.model_files.readers import PROGRAMS, readers_line
 from lora_rocm.page_parts.charts import Point, Series
-from lora_rocm.page_parts.texts import t
+from lora_rocm.page_parts.texts import phase_words, t
 from lora_rocm.recipe.load import MAX_RECIPE_BYTES, load_recipe  # recipe: only read, for the report
 from lora_rocm.recipe.saved_recipe import recipe_fault
 from lora_rocm.recipe.schema import Recipe
@@ -458,7 +458,7 @@ def _timings(facts: ReportData) -> ReportBox | None:
     for event in facts.view.all(PhaseEvent):
         if event.state == "end":
             seconds[event.phase] += event.seconds
-    rows: list[tuple[str, str]] = [(f"phase {name}", time_text(spent)) for name, spent in seconds.items()]
+    rows: list[tuple[str, str]] = [(phase_words(name), time_text(spent)) for name, spent in seconds.items()]
     columns = facts.view.steps.real
     total_s = sum(columns["step_s"])
     if total_s:
@@ -467,7 +467,7 @@ def _timings(facts: ReportData) -> ReportBox | None:
             rows.append((f"share of a step: {name}", f"{sum(columns[key]) / total_s:.2%}"))
         rows.append(("memory, highest", size_text(max(columns["memory_bytes"]))))
     starts = len(facts.view.all(StartEvent))
-    note = Paragraph("The phase step includes checkpoints and previews.", "soft") if rows else None
+    note = Paragraph(f'"{phase_words("step")}" includes checkpoints and previews.', "soft") if rows else None
     device = facts.recipe.runtime.device if facts.recipe else "auto"
     slow = [
         Paragraph(text, "bad")

@@ -12,7 +12,7 @@ from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.report.figures import RunProgress, progress_of
 from lora_rocm.report.stories import ShownProblem, problem_of
-from lora_rocm.rundir.event_types import TelemetryEvent
+from lora_rocm.rundir.event_types import DataEvent, TelemetryEvent
 from lora_rocm.rundir.heartbeat import read_heartbeat
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.recipe_family import family_in
@@ -68,6 +68,11 @@ class ShownDetails:
     def kind(self) -> str:
         """The kind of its results, which chooses the words of its page: text or image."""
         return kind_of(self.view.run_dir)
+
+    @property
+    def data(self) -> DataEvent | None:
+        """The samples and steps that the run counted, or None if it has not yet."""
+        return self.view.last(DataEvent)
 
     @property
     def problem(self) -> ShownProblem | None:

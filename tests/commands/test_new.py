@@ -125,9 +125,11 @@ def test_images_model_and_card_are_filled_in_with_reasons_and_pass_check() -> No
     lines = result.recipe.read_text(encoding="utf-8").splitlines()
     for value in result.values:
         line = lines[value.line - 1]
-        assert line.strip().startswith(f"{value.key.rpartition('.')[2]}: {value.value}") and line.endswith(value.why)
+        name, is_list = value.key.rpartition(".")[2], value.key == "sample.prompts"  # its items follow
+        assert line.strip().startswith(f"{name}:" if is_list else f"{name}: {value.value}") and line.endswith(value.why)
     shipped = shipped_recipes()["demo.yaml"].read_text(encoding="utf-8").splitlines()
-    assert len(set(shipped) - set(lines)) < 10, "the other lines keep their comments"
+    of_demo = sum(line.startswith(("    - ", "# ")) or "prompts:" in line for line in shipped)  # about the zibu
+    assert len(set(shipped) - set(lines)) < 10 + of_demo, "the other lines keep their comments"
     checked = check(str(result.recipe), schema_only=True)
     assert checked.error is None and load_recipe(result.recipe).notices == ()
 
@@ -319,6 +321,47 @@ def test_a_folder_of_texts_is_a_path() -> None:
     Path("texts").mkdir()
     Path("texts/a.txt").write_text("some words", encoding="utf-8")
     assert recipe_of(new(source="llm-chat", texts="texts")).data.sources[0].path
+
+
+# Words of the data in place of the recipe's
+
+
+@pytest.mark.parametrize("source", ["demo", "sdxl"])
+def test_prompts_are_captions_and_the_first_comment_names_the_images(source: str) -> None:
+    folder = photos(Path("blobs"), (128, 128), (128, 128), (128, 128))
+    captions = ["a blob, red: round", "a 'blob' on a hill", "a blob --w 64"]
+    for path, caption in zip(sorted(folder.glob("*.txt")), captions, strict=True):
+        path.write_text(caption, encoding="utf-8")
+    result = new(source=source, images="blobs")
+    recipe, shipped = recipe_of(result), load_recipe(shipped_recipes()[f"{source}.yaml"]).recipe
+    prompts = recipe.sample.prompts
+    assert prompts and set(prompts) <= set(captions[:2]) and len(prompts) <= len(shipped.sample.prompts)
+    (why,) = [value.why for value in result.values if value.key == "sample.prompts"]
+    text = result.recipe.read_text(encoding="utf-8")
+    assert why in text and text.startswith("# LoRA of 3 images in blobs,") and source in text.splitlines()[0]
+    assert "zibu on" not in text and not (source == "demo" and recipe.sample.control_prompts)
+    assert (source == "demo") == ("lora-rocm demo" not in text and "Copy this file" not in text)
+
+
+def test_prompts_stay_where_no_caption_fits_and_with_a_trigger_word() -> None:
+    photos(Path("bare"), (128, 128), caption="", name="IMG_000{}")
+    result = new("a.yaml", source="demo", images="bare")
+    assert recipe_of(result).sample.prompts == load_recipe(shipped_recipes()["demo.yaml"]).recipe.sample.prompts
+    assert any("sample.prompts" in notice for notice in result.notices)
+    photos(Path("who"), (128, 128))
+    found = new("b.yaml", source="sdxl-character", images="who")
+    assert "sample.prompts" not in values(found) and "[trigger]" in found.recipe.read_text(encoding="utf-8")
+
+
+def test_prompts_of_texts_are_their_first_messages() -> None:
+    rows_ = [{"prompt": f"What is {number}?", "completion": "A number."} for number in range(30)]
+    Path("pip.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows_), encoding="utf-8")
+    result = new(source="demo-causal-lm", texts="pip.jsonl")
+    recipe = recipe_of(result)
+    assert recipe.sample.prompts == tuple(f"What is {number}?" for number in range(6))
+    assert recipe.sample.control_prompts == () and result.notices
+    text = result.recipe.read_text(encoding="utf-8")
+    assert text.startswith("# LoRA of 30 texts in pip.jsonl,") and "foxes" not in text
 
 
 # What cannot be used

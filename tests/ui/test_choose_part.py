@@ -316,6 +316,18 @@ def test_one_file_has_nothing_to_compare(is_text: bool, site: Site) -> None:
     assert f"/try/run?dir=runs%2Fa-run&file={STEPS[-1]}" in page and f"step={STEPS[-1]}" in page
 
 
+@pytest.mark.parametrize("has_answers", [False, True])
+def test_losses_and_names_are_folded_away_before_a_vote(has_answers: bool, site: Site) -> None:
+    run_dir = of_texts(site)
+    if has_answers:
+        made_answers(run_dir, ["hello"])
+    page = site.get("/choose/run", **RUN)
+    folded = {each: re.search(rf'<details[^>]*id="{each}"([^>]*)>', page) for each in ("answer", "named")}
+    assert all(found is not None and "open" not in found[1] for found in folded.values())
+    assert page.index('id="named"') < page.index('id="grid"') and 'id="leader"' not in page
+    assert 'class="num"' not in site.get("/choose/take", **RUN)
+
+
 def test_the_ranking_does_not_lead_a_voter(site: Site) -> None:
     run_dir = of_texts(site)
     for cell in made_answers(run_dir, ["hello", "bye", "zibu"]):
@@ -330,6 +342,9 @@ def test_the_ranking_does_not_lead_a_voter(site: Site) -> None:
         sides = re.findall(r'class="answer">(\d+)', page)
         data = {"pair": pair_of(page), "preferred": "first" if sides[0] == best else "second"}
         site.client.post("/choose/click", params=RUN, data=data)
+        leader = re.search(r'id="leader" href="[^"]*step=(\d+)', site.get("/choose/take", **RUN).replace("&amp;", "&"))
+        assert leader is not None, number
+    assert leader is not None and leader[1] == str(STEPS[-1])
     assert t("choose.enough", step=STEPS[-1], strength="1") in page
     assert t("choose.best") in part and 'class="num"' in part
     assert re.search(r'id="answer" open', site.get("/choose/run", **RUN))

@@ -151,3 +151,15 @@ def test_only_the_row_of_the_image_changes() -> None:
         b"",
         False,
     )
+
+
+def test_a_saved_crop_is_confirmed_and_the_next_image_is_one_click_away(site: Site, folder: Path) -> None:
+    before = site.get("/images/edit", **HERE)
+    assert re.search(r'value="ignore" checked', before) and 'role="status">' not in before.partition("crop-title")[2]
+    answer = save_crop(site, (0, 0, 32, 32))
+    after = site.client.get(answer.headers["location"])
+    assert answer.headers["location"].endswith("#crop-title") and re.search(r'value="rectangle" checked', after.text)
+    assert 'class="good" role="status"' in after.text.partition("crop-title")[2]
+    assert "name=image+1.png" in after.text
+    last = site.get("/images/edit", dir="pictures", name="image 3.png")
+    assert set(re.findall(r"/images/edit[^\"]*name=image\+(\d)", last)) <= {"3"}

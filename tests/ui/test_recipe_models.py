@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -52,9 +53,12 @@ def test_each_field_of_a_model_has_a_chooser(site: Site) -> None:
 def test_models_are_shown_with_family_format_and_size(site: Site, home: Path) -> None:
     text = site.get("/recipe/models", key="name_or_path", family="sdxl")
     assert "my &lt;sdxl&gt;.safetensors" in text and "SDXL model" in text and "F16" in text and " B" in text
-    assert text.count("data-pick") == 1 and "model-other" in text and "1.x" in text, (
-        "of another family: said, not hidden"
-    )
+    assert (
+        {"builtin:tiny-sdxl"} < set(re.findall(r'data-pick="([^"]*)"', text))
+        and text.count("data-pick") == 2
+        and "model-other" in text
+        and "1.x" in text
+    ), "of another family: said, not hidden"
     assert 'data-unread="0"' in text
     other = site.get("/recipe/models/listed", key="name_or_path", family="sd15", words="old")
     assert other.count("data-pick") == 1 and "my &lt;sdxl" not in other

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -138,3 +139,15 @@ def test_files_that_are_no_configuration_are_refused(site: Site, monkeypatch: py
     monkeypatch.setattr(recipe_new, "MAX_FILE_BYTES", 10)
     assert code_of(drop(site, ("a.toml", WHOLE.encode())).text) == "upload-refused"
     assert not list(site.folder.glob("*.yaml"))
+
+
+def test_a_name_is_proposed_from_the_data_and_is_free(site: Site) -> None:
+    def proposed(**query: str) -> str:
+        found = re.search(r'id="field-name"[^>]*value="([^"]*)"', site.get("/recipe/new", **query))
+        assert found is not None
+        return found[1]
+
+    assert proposed() == "" and proposed(images="pics/blobby v1.5") == "blobby v1.5"
+    assert proposed(texts="pip.jsonl") == "pip"
+    (site.folder / "pip.yaml").write_text("model: {}", encoding="utf-8")
+    assert proposed(texts="pip.jsonl") == "pip-2"

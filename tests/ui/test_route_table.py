@@ -145,7 +145,7 @@ def test_every_answer_has_the_policy(site: Site, no_processes: None) -> None:
                 shown.add(entry.path)
     settle(site)
     unseen = {entry.path for entry in READING} - shown
-    assert len(unseen) <= 6, unseen  # controls: the fields do lead to content
+    assert len(unseen) <= 7, unseen  # controls: the fields do lead to content
 
 
 def hostile_values(site: Site, outside: Path) -> list[str]:

@@ -76,6 +76,9 @@ def test_a_machine_without_an_amd_gpu_says_what_that_means(site: Site, monkeypat
         monkeypatch.setattr(doctor, "situation_here", lambda here=here, **how: here)
         found = machine_state.examined(afresh=True).remark
         assert bool(found) is bool(remark) and remark in found and found[20:] in site.get("/machine/findings")
+        line = site.get("/start/machine")  # a good mark only where nothing is named
+        assert ('class="good"' in line) is not bool(remark) or 'class="badge' in line
+        assert not remark or ('class="good"' not in line and "notice" in line)
 
 
 def test_the_report_for_a_bug_is_shown_and_saved(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

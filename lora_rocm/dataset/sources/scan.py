@@ -74,14 +74,15 @@ class Scan:
     samples: the usable images or texts, in a fixed order.
     set_aside: the unusable images or texts, with reasons.
     notices: sentences for the user.
-    lasting: whether the result may be reused while the files stay the same. False after a read error that may be
-        temporary.
+    lasting: whether the result may be reused while the files stay the same. False after a passing read error.
+    num_uncaptioned: number of images that have no caption.
     """
 
     samples: Samples
     set_aside: tuple[Problem, ...]
     notices: tuple[str, ...]
     lasting: bool = True
+    num_uncaptioned: int = 0
 
 
 @dataclass
@@ -209,11 +210,11 @@ def scan(data: DataSection, report: Report = ignore, *, copies: bool = True) -> 
     set_aside = tuple(problem for found in findings for problem in found.set_aside)
     if not samples:
         raise nothing_left(set_aside)
-    notices = [notice for found in findings for notice in found.notices]
-    notices += _small_images(samples)
+    notices = [*(notice for found in findings for notice in found.notices), *_small_images(samples)]
     notices += _notify_frames_and_dark(findings)
     lasting = all(found.lasting for found in findings)
-    return Scan(samples, set_aside, (*notices, *(_copies(samples) if copies else ())), lasting)
+    notices += _copies(samples) if copies else ()
+    return Scan(samples, set_aside, tuple(notices), lasting, sum(len(found.uncaptioned) for found in findings))
 
 
 def is_passing(error: UnreadableImage) -> bool:

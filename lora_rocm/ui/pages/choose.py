@@ -361,11 +361,12 @@ def _take(ui: UiContext, found: ChooseRun) -> Values:
     from lora_rocm.commands.lora_folders import chosen_folder, found_lora_folders
 
     folder, test = chosen_folder(), _blind_test(found)
-    best = test.best if test.is_settled else None  # a voter is not led by the present answer
+    best = test.best if test.is_settled else None  # only a settled answer is selected in advance
+    leads = test.best if test.given else None
     kind, run_dir = found.kind, found.run_dir
     steps = [updates for updates, _ in run_dir.checkpoint_loras()]
     step = best.updates if best and best.updates in steps else steps[-1] if steps else None
-    is_blind = test.pair is not None and not test.is_settled
+    is_blind = not test.is_settled and found.only_step is None
     curve = _held_out(ui, run_dir) if kind == TEXT else []
     return {
         "kind": kind,
@@ -375,6 +376,8 @@ def _take(ui: UiContext, found: ChooseRun) -> Values:
         "export_key": export_key(ui, run_dir),
         "steps": steps,
         "best": best,
+        "leads": leads,
+        "num_votes": len(test.given),
         "step": step,
         "folder": folder,
         "lora_folders": [] if folder else found_lora_folders(Path.home(), [Path.cwd(), Path.cwd().parent]),

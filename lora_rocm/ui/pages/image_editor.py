@@ -16,6 +16,8 @@ from lora_rocm.ui.pages.images import here, journal_of, listing_for
 from lora_rocm.ui.rendering import page, problem, url
 
 TEMPLATE = "image_editor.html.j2"
+SAVED = ("crop", "whole")
+"""Changes of the crop that the page confirms. The tool for a crop stays chosen."""
 
 
 def edit(request: Request) -> Response:
@@ -25,6 +27,8 @@ def edit(request: Request) -> Response:
     from lora_rocm.ui.image_set.mask_files import opened_mask
 
     ui, listing, name = context_of(request), listing_for(request), query_of(request, "name")
+    names = list(listing.names)
+    following = names[names.index(name) + 1 :][:1] if name in names else []
     return page(
         request,
         TEMPLATE,
@@ -36,6 +40,8 @@ def edit(request: Request) -> Response:
         mask=opened_mask(ui.edits, ui.folders.resolve, listing, name),
         crop=opened_crop(ui.edits, ui.folders.resolve, listing, name),
         has_recipe=listing.reading.recipe is not None,
+        following=following[0] if following else "",
+        saved=saved if (saved := request.query_params.get("saved")) in SAVED else "",
     )
 
 
@@ -92,7 +98,8 @@ def _save_crop(request: Request, fields: FormData) -> Response:
     crop = None if removes else (left, top, width, height)
     journal = journal_of(request, listing.reading.folder)
     save(ui.edits, ui.folders.resolve, journal, listing, name, crop, str(fields.get("version") or ""))
-    return RedirectResponse(url("/images/edit", name=name, **here(request)), 303)
+    saved = "whole" if removes else "crop"
+    return RedirectResponse(url("/images/edit", name=name, saved=saved, **here(request)) + "#crop-title", 303)
 
 
 ROUTES = [

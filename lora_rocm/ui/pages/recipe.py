@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData
@@ -14,10 +15,13 @@ from lora_rocm.errors import UserError
 from lora_rocm.ui.context import UiContext, context_of
 from lora_rocm.ui.edits import MISSING
 from lora_rocm.ui.fields import fields_of, query_of, text_of
-from lora_rocm.ui.pages import recipe_models, recipe_new, recipe_plan, recipe_presets
+from lora_rocm.ui.pages import recipe_check, recipe_models, recipe_new, recipe_plan, recipe_presets
 from lora_rocm.ui.part import Part
 from lora_rocm.ui.recipe_files import listed_recipes, named_file, recipe_path
 from lora_rocm.ui.rendering import fragment, page, url
+
+if TYPE_CHECKING:
+    from lora_rocm.recipe.load import LoadedRecipe
 
 LIST, EDITOR = "recipes.html.j2", "recipe.html.j2"
 NEW_LINE, DOS_LINE = "\n", "\r\n"
@@ -37,8 +41,25 @@ def edit(request: Request) -> Response:
     text, version = _text_of(ui, path)
     name = ui.folders.name_of(path)
     draft = edited(text, Path(name))
-    can_undo = ui.edits.can_undo(path)
-    return page(request, EDITOR, file=name, version=version, draft=draft, can_undo=can_undo, presets=presets())
+    return page(
+        request,
+        EDITOR,
+        file=name,
+        version=version,
+        draft=draft,
+        can_undo=ui.edits.can_undo(path),
+        presets=presets(),
+        images=_images_of(ui, draft.loaded),
+    )
+
+
+def _images_of(ui: UiContext, loaded: LoadedRecipe | None) -> list[str]:
+    """Return the folders of images that a recipe names, as requests name them. The page may show them from now on."""
+    from lora_rocm.ui.image_set.reading import image_folders
+
+    folders = [] if loaded is None or loaded.recipe.spec.trains_on_texts else image_folders(loaded.recipe)
+    there = [path for path in folders if path is not None and path.is_dir()]
+    return [ui.folders.name_of(ui.folders.add(path, "data").path) or "." for path in there]
 
 
 def present(request: Request) -> Response:
@@ -190,6 +211,7 @@ PART = Part(
         Route("/recipe/copy", copy, methods=["POST"]),
         *recipe_new.ROUTES,
         *recipe_plan.ROUTES,
+        *recipe_check.ROUTES,
         *recipe_models.ROUTES,
         *recipe_presets.ROUTES,
     ],

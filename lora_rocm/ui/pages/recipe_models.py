@@ -78,10 +78,12 @@ def _asked(request: Request) -> tuple[str, str]:
 
 def _shown(request: Request, block: str, key: str, family: str, words: str) -> Response:
     """Return a block of the chooser with the models that have these words in their paths."""
-    from lora_rocm.commands.base_candidates import candidates
+    from lora_rocm.commands.base_candidates import candidates, shipped_places
 
     seen = _seen()
-    found = candidates(_places(context_of(request)), seen, key, family, words, READING_S)
+    tiny = shipped_places() if key == "name_or_path" else []  # whole models, not their parts
+    shipped = [each for each in tiny if not family or family in seen.read(each).families]
+    found = candidates([*_places(context_of(request)), *shipped], seen, key, family, words, READING_S)
     seen.save(SAVED_AT if found.unread else 1)
     title, shown = FAMILIES[family].title if family else "", found.found[:SHOWN]
     return fragment(

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
+from lora_rocm.dataset.sources.folders import TABLE_SUFFIXES
 from lora_rocm.errors import LoraRocmError, UserError
 from lora_rocm.foundation.names import usable_stem
 from lora_rocm.page_parts.texts import t
@@ -23,6 +24,7 @@ from lora_rocm.ui.background import Work
 from lora_rocm.ui.context import context_of
 from lora_rocm.ui.edits import MISSING
 from lora_rocm.ui.fields import fields_of, query_of
+from lora_rocm.ui.folders import Folders
 from lora_rocm.ui.recipe_files import named_file
 from lora_rocm.ui.rendering import fragment, is_fragment, page, url
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from lora_rocm.commands.import_config import ImportResult
 
 NEW = "recipe_new.html.j2"
+MAX_NAMES = 100
 MAX_UPLOADS, MAX_FILE_BYTES = 16, 4 << 20
 """Number and size of the files of another trainer that can be dropped."""
 
@@ -46,7 +49,26 @@ def choices(request: Request) -> Response:
     if kind in ("images", "texts"):
         shipped = tuple(each for each in shipped if (each.family in of_texts) == (kind == "texts"))
     family = of_texts[0] if kind == "texts" and len(of_texts) == 1 else ""
-    return page(request, NEW, shipped=shipped, presets=presets(), images=images, texts=texts, kind=kind, family=family)
+    name = _proposed_name(context_of(request).folders, images or texts)
+    return page(
+        request,
+        NEW,
+        shipped=shipped,
+        presets=presets(),
+        images=images,
+        texts=texts,
+        kind=kind,
+        family=family,
+        name=name,
+    )
+
+
+def _proposed_name(folders: Folders, data: str) -> str:
+    """Return a name for a recipe from its folder or table, with a number if it is taken; empty if there is none."""
+    path = Path(data)
+    stem = usable_stem(path.stem if path.suffix.lower() in TABLE_SUFFIXES else path.name) if data else ""
+    names = (stem, *(f"{stem}-{number}" for number in range(2, MAX_NAMES)))
+    return next((name for name in names if stem and not os.path.lexists(folders.working / named_file(name))), "")
 
 
 def _families_of_texts() -> list[str]:

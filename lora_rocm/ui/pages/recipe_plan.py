@@ -55,7 +55,7 @@ def _plan(request: Request, text: str) -> Response:
     from lora_rocm.commands.plan_cards import plan_cards
     from lora_rocm.rules.this_machine import situation_here
 
-    ui, loaded = context_of(request), _loaded(request, text)
+    ui, loaded = context_of(request), loaded_of(request, text)
     recipe, path, counts = loaded.recipe, str(loaded.path), _counts()
     key = PLAN + _digest(recipe)
     _newest[path] = key
@@ -93,7 +93,7 @@ async def measure(request: Request) -> Response:
 def _measure(request: Request, text: str) -> Response:
     from lora_rocm.commands.plan import planned
 
-    ui, loaded = context_of(request), _loaded(request, text)
+    ui, loaded = context_of(request), loaded_of(request, text)
 
     def count(work: Work) -> object:
         with _one_at_a_time:
@@ -132,7 +132,7 @@ def _measured_text(work: Work) -> str:
     return "" if work.result is None else render(work.result)
 
 
-def _loaded(request: Request, text: str) -> LoadedRecipe:
+def loaded_of(request: Request, text: str) -> LoadedRecipe:
     """Return the recipe of a text.
 
     Raises:

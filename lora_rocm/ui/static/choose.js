@@ -9,10 +9,10 @@ document.addEventListener("keydown", (event) => {
   button.click();
 });
 
-// The ranking opens by itself once, when the votes are enough.
+// The ranking and the named results open by themselves once, when the votes are enough.
 let wasEnough = document.querySelector("#test [data-settled]") !== null;
 document.addEventListener("htmx:after:swap", () => {
   const isEnough = document.querySelector("#test [data-settled]") !== null;
-  if (isEnough && !wasEnough) document.getElementById("answer").open = true;
+  if (isEnough && !wasEnough) for (const id of ["answer", "named"]) document.getElementById(id).open = true;
   wasEnough = isEnough;
 });

@@ -6,7 +6,19 @@ import { csrfHeaders } from "/static/page.js";
 const MAX_TILES = 200, WINDOW = 100, TILE_PX = 168, TEXT_PX = 56, GAP_PX = 8;
 const REST_MS = 80; // a tile or window that is in view so long gets its picture or names: not while it flies past
 const PICTURES_A_FRAME = 12;
-const MARKS = { m: "◐", c: "⌗" };
+const MARKS = { m: "M12 3a9 9 0 1 0 0 18zM12 3a9 9 0 0 1 0 18", c: "M6 2v16h16M2 6h16v16" }; // mask, crop: paths of icons
+
+/** Return an icon with a path in a square of 24. */
+function icon(path) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  made.setAttribute("class", "icon");
+  made.setAttribute("viewBox", "0 0 24 24");
+  made.setAttribute("aria-hidden", "true");
+  const line = document.createElementNS("http://www.w3.org/2000/svg", "path");
+  line.setAttribute("d", path);
+  made.append(line);
+  return made;
+}
 
 class ImageGrid extends HTMLElement {
   connectedCallback() {
@@ -247,7 +259,7 @@ class ImageGrid extends HTMLElement {
     const fault = marks.includes("p") ? this.dataset.unreadable : marks.includes("n") ? this.dataset.noCaption : "";
     tile.caption.textContent = fault || caption;
     tile.caption.classList.toggle("missing", Boolean(fault));
-    tile.marks.textContent = [...marks].map((letter) => MARKS[letter] ?? "").join("");
+    tile.marks.replaceChildren(...[...marks].filter((letter) => letter in MARKS).map((letter) => icon(MARKS[letter])));
     const address = name ? `${this.dataset.thumb}&${new URLSearchParams({ name, side: 256, v: version })}` : "";
     if (tile.address !== address || tile.picture.getAttribute("src") === null) {
       tile.picture.removeAttribute("src");

@@ -102,9 +102,11 @@ class RecipeEditor extends HTMLElement {
     if (found.is_valid) this.planning = setTimeout(() => this.plan(found.text), PLAN_PAUSE_MS);
   }
 
-  /** Ask for the estimate of a checked text, unless another was typed meanwhile: that one is checked first. */
+  /** Ask for the estimate and the data of a checked text, unless another was typed meanwhile: that one is checked first. */
   plan(checked) {
-    if (this.area.value === checked) this.ask("plan", "plan");
+    if (this.area.value !== checked) return;
+    this.ask("plan", "plan");
+    this.ask("check", "check");
   }
 
   /** Ask for an estimate of the text. Its box follows the work by itself. */

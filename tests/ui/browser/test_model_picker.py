@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lora_rocm.commands import hub_download, plan_cards
+from lora_rocm.commands import check, hub_download, plan_cards
+from lora_rocm.commands.check import CheckResult
 from lora_rocm.processes.hub_jobs import HubOffer
 from lora_rocm.ui.pages import recipe_models
 from tests.commands.test_base_candidates import vae, weights
@@ -26,6 +27,7 @@ def recipe(tab: Tab, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch
     (models / "checkpoints" / "pickled.ckpt").write_bytes(b"x")
     vae(models / "vae" / "a vae.safetensors")
     monkeypatch.setattr(plan_cards, "plan_cards", rows)
+    monkeypatch.setattr(check, "checked", lambda loaded, command: CheckResult(loaded.path, "sdxl", "base"))
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("LORA_ROCM_HOME", str(tmp_path / "own"))

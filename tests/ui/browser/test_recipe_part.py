@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lora_rocm.commands import plan_cards
+from lora_rocm.commands import check, plan_cards
+from lora_rocm.commands.check import CheckResult
 from lora_rocm.ui import launch
 from tests.importing.test_import_command import LOSSY
 from tests.ui.browser.conftest import Tab
@@ -20,6 +21,7 @@ from tests.ui.test_recipe_plan import rows
 def recipe(tab: Tab, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A recipe without a count of its memory: a child that counts would take the processors from the next tests."""
     monkeypatch.setattr(plan_cards, "plan_cards", rows)
+    monkeypatch.setattr(check, "checked", lambda loaded, command: CheckResult(loaded.path, "sdxl", "base"))
     path = tab.folder / f"{request.node.name}.yaml"
     path.write_text(RECIPE, encoding="utf-8")
     return path
