@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lora_rocm.commands.output import Failure
+from lora_rocm.dataset.rows.plain_prompts import is_plain, plain_prompts_warning
 from lora_rocm.dataset.rows.records import Completion, Conversation, Pair, Record, read
 from lora_rocm.dataset.sources.folders import TABLE_SUFFIXES
 from lora_rocm.errors import DataError, Problem, UserError
@@ -32,6 +33,7 @@ class ArrivedTable:
         skipped: number of other rows.
         first: parts of the first usable row, each with its role; the role of a plain text is empty.
         first_problem: place, reason and remedy of the first unusable row, or None.
+        warnings: warnings about the format of the rows.
         failure: why no row can be trained on, or None.
     """
 
@@ -39,6 +41,7 @@ class ArrivedTable:
     skipped: int
     first: Sequence[tuple[str, str]]
     first_problem: Problem | None
+    warnings: Sequence[str]
     failure: Failure | None
 
 
@@ -49,9 +52,11 @@ def examined_table(table: Path) -> ArrivedTable:
     try:
         found = count_table(str(table))
     except DataError as error:
-        return ArrivedTable(0, 0, (), None, Failure.of(error))
+        return ArrivedTable(0, 0, (), None, (), Failure.of(error))
     problem = next(iter(found.aside.first), None)
-    return ArrivedTable(found.of_source.total(), found.aside.count, parts_of(read(found.first)), problem, None)
+    first = read(found.first)
+    warnings = [plain_prompts_warning(0, pairs=isinstance(first, Pair))] if is_plain(first) else []
+    return ArrivedTable(found.of_source.total(), found.aside.count, parts_of(first), problem, warnings, None)
 
 
 def parts_of(record: Record) -> list[tuple[str, str]]:

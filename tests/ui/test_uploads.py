@@ -118,7 +118,9 @@ def test_texts_are_saved_and_lead_to_a_recipe(site: Site) -> None:
 
 def test_held_out_texts_are_named_next_to_the_lengths(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     (site.folder / "my.yaml").write_text("model: {}\n", encoding="utf-8")
-    data = SimpleNamespace(usable=30, num_problems=0, looked_at=0, shown=[], problems=(), first_notices=(), notices=())
+    data = SimpleNamespace(
+        usable=30, num_problems=0, looked_at=0, shown=[], problems=(), first_warnings=(), first_notices=(), notices=()
+    )
     plan = SimpleNamespace(data=SimpleNamespace(buckets={SampleShape.of(length=64): 27}, held_out=3))
     found = SimpleNamespace(data=data, plan=plan, notes=(), error=None)
     monkeypatch.setattr("lora_rocm.ui.text_samples.check", lambda *_, **__: found)
