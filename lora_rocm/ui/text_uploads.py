@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -76,17 +76,29 @@ def _cut(text: str) -> str:
     return text if len(text) <= MAX_SHOWN_LETTERS else f"{text[:MAX_SHOWN_LETTERS]} …"
 
 
-def receive_tables(folder: Path, files: Iterable[tuple[str, BinaryIO]]) -> Received:
-    """Save tables of texts in a folder. A file that exists is never replaced.
+def receive_tables(folder: Path, files: Iterable[tuple[str, BinaryIO]]) -> tuple[Received, Mapping[str, ArrivedTable]]:
+    """Save tables of texts in a folder, and examine them. A file that exists is never replaced.
+
+    A new file without a usable row is removed, so that the repaired file can have its name.
 
     Args:
         folder: the folder.
         files: name, as the browser sends it, and content of each file.
     """
-    return received(files, lambda name, file: _saved(folder, name, file))
+    tables = dict[str, ArrivedTable]()
+
+    def save(name: str, file: BinaryIO) -> str:
+        plain, is_new = _saved(folder, name, file)
+        tables[plain] = examined_table(folder / plain)
+        if is_new and tables[plain].failure is not None:
+            (folder / plain).unlink()  # writes: this request made the file
+        return plain
+
+    return received(files, save), tables
 
 
-def _saved(folder: Path, name: str, file: BinaryIO) -> str:
+def _saved(folder: Path, name: str, file: BinaryIO) -> tuple[str, bool]:
+    """Save a table, and return its name and whether the file is new."""
     plain = plain_name(name)
     suffix = os.path.splitext(plain)[1].lower()
     if suffix not in TABLE_SUFFIXES:
@@ -96,8 +108,7 @@ def _saved(folder: Path, name: str, file: BinaryIO) -> str:
         raise _refused(t("texts.refused_size", size=size_text(MAX_TABLE_BYTES)))
     if suffix in OF_TEXT:
         _require_rows(content, suffix)
-    write_new(folder / plain, content)  # of the same file again, the recipe can be made now
-    return plain
+    return plain, write_new(folder / plain, content)  # of the same file again, the recipe can be made now
 
 
 def _require_rows(content: bytes, suffix: str) -> None:
