@@ -155,9 +155,9 @@ def test_errors_are_those_of_the_command(file_format: str, step: str, code: str,
 
 
 def test_a_missing_converter_is_named_before_the_export(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    mark = 'class="converter-missing"'
+    mark, run_dir = 'class="converter-missing"', site.run()
     assert mark not in site.get("/runs/exports", **RUN), "no format of an image model needs it"
-    of_text(site, site.run())
+    of_text(site, run_dir)
     monkeypatch.delenv("LLAMA_CPP", raising=False)
     assert mark in site.get("/runs/exports", **RUN)
     (site.folder / SCRIPT).touch()
