@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from lora_rocm.dataset.rows.records import PAIRED, READERS
 from lora_rocm.foundation.json_text import BadJson, parse_json
 from lora_rocm.importing.data_sources import Source, take_sources
 from lora_rocm.importing.rows import table_of
@@ -54,7 +53,11 @@ PEFT_TARGETS = rf"{ANY_PARENT}(?:q_proj|v_proj)"
 NO_TARGETS = "its default: PEFT's choice for Llama, Mistral, Gemma and Qwen; others need other names"
 FIRST_WEIGHTS = {"gaussian": "gaussian", "pissa": "pissa", "olora": "olora", "eva": "eva", "orthogonal": "orthogonal"}
 TRACKERS = ("wandb", "trackio", "mlflow", "tensorboard")
-COLUMNS = (*(columns for columns, _ in READERS), PAIRED)
+COLUMNS = (
+    {"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"}, {"text"},
+    {"question", "answer"}, {"question", "response"}, {"query", "answer"}, {"query", "response"}, {"input", "output"},
+    {"chosen", "rejected"},
+)  # fmt: skip
 """Sets of columns that ``data.sources`` reads."""
 UNKNOWN_COLUMNS = "lora-rocm reads columns of fixed names: rename them to messages, prompt and completion, or text"
 MAX_SHARE = 0.5

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from lora_rocm.dataset.rows.records import PAIRED, READERS
 from lora_rocm.dataset.sources.text_scan import prompts_are_plain
 from lora_rocm.families.causal_lm.family import CausalLM
+from lora_rocm.importing.language import COLUMNS
 from lora_rocm.model_files.chat_template import lacks_chat_template
 from lora_rocm.ui.recipe_draft import edited
 from tests.families.causal_lm.adapted import recipe_of
@@ -86,3 +88,7 @@ def test_the_recipe_page_warns_of_plain_rows_for_a_model_with_a_chat_template(tm
         text = f"model: {{family: causal-lm, name_or_path: {base}}}\ndata: {{sources: [{{dataset: {path}}}]}}\n"
         found[name] = len(edited(f"{text}train: {{max_train_steps: 1}}\n", tmp_path / "a.yaml").notices)
     assert found["plain"] == found["chat"] + 1
+
+
+def test_an_import_knows_the_columns_that_rows_may_have() -> None:
+    assert list(map(frozenset, COLUMNS)) == [*(columns for columns, _ in READERS), PAIRED]
