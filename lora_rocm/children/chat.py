@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -142,6 +142,12 @@ def messages_of(request: ResetRequest, side: str) -> list[dict[str, str]]:
     return found
 
 
+def emit_notices(texts: Iterable[str], emit: Emit) -> None:
+    """Emit each text as a notice."""
+    for text in texts:
+        emit(NoticeEvent(text=text))
+
+
 def chat(
     job: ChatJob,
     registry: FamilyRegistry = FAMILIES,
@@ -166,6 +172,8 @@ def chat(
 
     def notify(text: str) -> None:
         emit(NoticeEvent(text=text))
+
+    emit_notices(family.prompt_notices, emit)
 
     newest, _ = latest_valid(RunDir(job.recipe.parent))
     require_trained_base(newest, recipe.model.name_or_path, family, notify)

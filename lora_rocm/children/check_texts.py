@@ -52,7 +52,7 @@ def seen(recipe: Recipe, reader: TextReader, most: int = LOOKED_AT, family: Mode
     else:  # these are all the texts
         if not samples:
             raise aside.all_of_them
-    found.notices = list(reader.notices)
+    found.warnings, found.notices = list(reader.warnings), list(reader.notices)
     found.shown = [_shown(reader, sample.caption) for sample in islice(samples, SHOWN)]
     if samples:
         lengths, found.held_out = lengths_of_texts(recipe, reader, samples)

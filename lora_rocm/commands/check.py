@@ -77,6 +77,7 @@ class DataFacts:
         problems: samples that are not usable, with the reasons. For texts, only the first ones are listed.
         num_problems: total number of samples that are not usable.
         notices: notices about the samples.
+        first_warnings: warnings about the inspected texts.
         first_notices: notices about the inspected texts.
         shown: the first texts as the model reads them, with marks around the parts that are trained on.
     """
@@ -95,6 +96,7 @@ class DataFacts:
     masked: int = 0
     cropped: int = 0
     watched: dict[str, int] | None = None
+    first_warnings: tuple[str, ...] = ()
     first_notices: tuple[str, ...] = ()
     shown: tuple[str, ...] = ()
 
@@ -361,6 +363,7 @@ class _CheckedTexts:
             (*counted.notices, *(watched.notices if watched is not None else ())),
             looked_at=seen.looked_at if seen.looked_at < counted.of_source.total() else 0,
             watched=None if watched is None else {recipe.data.watched_name: watched.of_source.total()},
+            first_warnings=tuple(seen.warnings),
             first_notices=tuple(seen.notices),
             shown=tuple(seen.shown),
         )
@@ -398,6 +401,7 @@ def _lines(result: CheckResult) -> Iterator[str]:
     # texts, which come last because their first samples are shown
     if data is not None and plan is not None and of_texts:
         first = f"of the first {count_text(data.looked_at, 'text')}: " if data.looked_at else ""
+        yield from (f"  warning: {first}{warning}" for warning in data.first_warnings)
         yield from (f"  note: {first}{notice}" for notice in data.first_notices)
         if data.shown:
             yield "the first samples, with \u27e6 \u27e7 around the parts that are trained on"

@@ -315,6 +315,15 @@ def _require_suffix(output: Path, file_format: str) -> None:
         raise UserError("output-suffix", what, where=f"--output {output}", fix=fix)
 
 
+def finds_converter() -> bool:
+    """Whether llama.cpp's script is found without being named, so in the variable ``LLAMA_CPP`` or in PATH."""
+    try:
+        _converter(None)
+    except UserError:
+        return False
+    return True
+
+
 def _converter(asked: Path | None) -> Path:
     """Return the path of llama.cpp's ``convert_lora_to_gguf.py``: as given, from ``LLAMA_CPP``, or from PATH.
 

@@ -167,7 +167,7 @@ def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
     captions = _caption_keys(caches, texts, _pair_keys(caches, texts, memory))
     # Build the manifest.
     unused_N = np.setdiff1d(np.arange(len(found.samples)), cut_N[ordered.indices_N])
-    said = _notify_cut(limits, texts) if reader is None else reader.notices
+    said = _notify_cut(limits, texts) if reader is None else (*reader.warnings, *reader.notices)
     notices = (
         *found.notices,
         *cropped,

@@ -108,6 +108,10 @@ class TextReader(Protocol):
     def notices(self) -> Sequence[str]:
         """Messages about the texts passed to ``parts`` so far."""
 
+    @property
+    def warnings(self) -> Sequence[str]:
+        """Messages about the texts passed to ``parts`` so far that probably call for a change of the data."""
+
     def parts(self, text: str) -> Sequence[str | None]:
         """Split a text into samples. A None stands for a skipped sample, which is counted in the notices.
 
@@ -429,6 +433,10 @@ class ModelFamily(HasBase, EncodesSamples, LoadsModels, PlansMemory, Previewer, 
 @runtime_checkable
 class Answering(Protocol):
     """A family of models that can answer in a conversation."""
+
+    @property
+    def prompt_notices(self) -> Sequence[str]:
+        """Messages about the format of prompts, if it is not the usual one."""
 
     def answer(
         self, model: LoadedModel, messages: Sequence[Mapping[str, Any]], sampling: Sampling

@@ -55,6 +55,7 @@ FIRST_WEIGHTS = {"gaussian": "gaussian", "pissa": "pissa", "olora": "olora", "ev
 TRACKERS = ("wandb", "trackio", "mlflow", "tensorboard")
 COLUMNS = (
     {"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"}, {"text"},
+    {"question", "answer"}, {"question", "response"}, {"query", "answer"}, {"query", "response"}, {"input", "output"},
     {"chosen", "rejected"},
 )  # fmt: skip
 """Sets of columns that ``data.sources`` reads."""

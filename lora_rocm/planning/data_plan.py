@@ -24,6 +24,7 @@ class Seen:
 
     Attributes:
         shown: the first samples, with marks around the parts that are trained on.
+        warnings: warnings about the inspected texts.
         notices: notices about the inspected texts.
         looked_at: number of inspected texts.
         refused: number of inspected texts that cannot be trained on, by index of their source.
@@ -34,6 +35,7 @@ class Seen:
     """
 
     shown: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     looked_at: int = 0
     refused: dict[int, int] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_rocm.dataset.sources.folders import TABLE_SUFFIXES
-from lora_rocm.errors import Problem, RecipeError, UserError
+from lora_rocm.errors import DataError, Problem, RecipeError, UserError
 from lora_rocm.families.registry import FAMILIES
 from lora_rocm.page_parts.texts import t
 from lora_rocm.recipe.kinds import Kinds, kinds_of
@@ -174,7 +174,7 @@ def edited(text: str, path: Path) -> RecipeBeingEdited:
         problems = tuple(error.problems)
     own = tree.value if isinstance(tree.value, dict) else {}
     kinds = kinds_of(loaded.layers.data if loaded is not None else own, FAMILIES)
-    notices = (*_missing_tables(loaded), *loaded.notices) if loaded is not None else ()
+    notices = (*_missing_tables(loaded), *_plain_prompts(loaded), *loaded.notices) if loaded is not None else ()
     whole = None if problems else loaded
     is_mapping = is_yaml and isinstance(tree.value, dict | None)
     return RecipeBeingEdited(text, whole, _placed(problems, path), notices, tree, is_mapping, kinds)
@@ -186,6 +186,23 @@ def _missing_tables(loaded: LoadedRecipe) -> list[str]:
     named = [source.dataset for source in data.sources]
     tables = [name for name in named if name is not None and Path(name).suffix.lower() in TABLE_SUFFIXES]
     return [t("recipe.no_table", path=name) for name in tables if not Path(name).expanduser().exists()]
+
+
+def _plain_prompts(loaded: LoadedRecipe) -> list[str]:
+    """Return the warning that the rows are plain prompts with answers, unless the model has no chat template."""
+    from lora_rocm.dataset.rows.plain_prompts import plain_prompts_warning
+    from lora_rocm.dataset.sources.text_scan import prompts_are_plain
+    from lora_rocm.model_files.chat_template import lacks_chat_template
+
+    recipe = loaded.recipe
+    model = recipe.model.parts.get("tokenizer", recipe.model.name_or_path)
+    if not recipe.spec.trains_on_texts or lacks_chat_template(model):
+        return []
+    try:
+        is_plain = prompts_are_plain(recipe)
+    except DataError:  # check and the page of the texts report it
+        return []
+    return [plain_prompts_warning(0, pairs=recipe.objective.compares_pairs)] if is_plain else []
 
 
 def _placed(problems: Sequence[Problem], path: Path) -> tuple[PlacedProblem, ...]:

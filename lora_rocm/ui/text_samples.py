@@ -47,6 +47,7 @@ class TextSamples:
         samples: the first texts as the model reads them.
         lengths: samples per epoch by their number of tokens.
         num_tokens: tokens per epoch, about.
+        warnings: the warnings of ``check`` about the texts.
         problems: the first texts that are skipped, with the reasons.
         notices: the notices of ``check``.
         failure: why training is not possible, or None.
@@ -59,6 +60,7 @@ class TextSamples:
     samples: Sequence[Sequence[SamplePart]]
     lengths: Sequence[LengthBar]
     num_tokens: int
+    warnings: Sequence[str]
     problems: Sequence[Problem]
     notices: Sequence[str]
     failure: Failure | None
@@ -82,6 +84,7 @@ def text_samples(recipe: Path, work: Work) -> TextSamples:
         [] if data is None else [parts_of(text) for text in data.shown],
         bars(lengths),
         sum(length * count for length, count in lengths.items()),
+        () if data is None else data.first_warnings,
         () if data is None else data.problems,
         (*found.notes, *(() if data is None else (*data.first_notices, *data.notices))),
         found.error,

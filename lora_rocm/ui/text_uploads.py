@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from lora_rocm.commands.output import Failure
+from lora_rocm.dataset.rows.plain_prompts import is_plain, plain_prompts_warning
 from lora_rocm.dataset.rows.records import Completion, Conversation, Pair, Record, read
 from lora_rocm.dataset.sources.folders import TABLE_SUFFIXES
 from lora_rocm.errors import DataError, Problem, UserError
@@ -32,6 +33,7 @@ class ArrivedTable:
         skipped: number of other rows.
         first: parts of the first usable row, each with its role; the role of a plain text is empty.
         first_problem: place, reason and remedy of the first unusable row, or None.
+        warnings: warnings about the format of the rows.
         failure: why no row can be trained on, or None.
     """
 
@@ -39,6 +41,7 @@ class ArrivedTable:
     skipped: int
     first: Sequence[tuple[str, str]]
     first_problem: Problem | None
+    warnings: Sequence[str]
     failure: Failure | None
 
 
@@ -49,9 +52,11 @@ def examined_table(table: Path) -> ArrivedTable:
     try:
         found = count_table(str(table))
     except DataError as error:
-        return ArrivedTable(0, 0, (), None, Failure.of(error))
+        return ArrivedTable(0, 0, (), None, (), Failure.of(error))
     problem = next(iter(found.aside.first), None)
-    return ArrivedTable(found.of_source.total(), found.aside.count, parts_of(read(found.first)), problem, None)
+    first = read(found.first)
+    warnings = [plain_prompts_warning(0, pairs=isinstance(first, Pair))] if is_plain(first) else []
+    return ArrivedTable(found.of_source.total(), found.aside.count, parts_of(first), problem, warnings, None)
 
 
 def parts_of(record: Record) -> list[tuple[str, str]]:
@@ -71,17 +76,29 @@ def _cut(text: str) -> str:
     return text if len(text) <= MAX_SHOWN_LETTERS else f"{text[:MAX_SHOWN_LETTERS]} …"
 
 
-def receive_tables(folder: Path, files: Iterable[tuple[str, BinaryIO]]) -> Received:
-    """Save tables of texts in a folder. A file that exists is never replaced.
+def receive_tables(folder: Path, files: Iterable[tuple[str, BinaryIO]]) -> tuple[Received, Mapping[str, ArrivedTable]]:
+    """Save tables of texts in a folder, and examine them. A file that exists is never replaced.
+
+    A new file without a usable row is removed, so that the repaired file can have its name.
 
     Args:
         folder: the folder.
         files: name, as the browser sends it, and content of each file.
     """
-    return received(files, lambda name, file: _saved(folder, name, file))
+    tables = dict[str, ArrivedTable]()
+
+    def save(name: str, file: BinaryIO) -> str:
+        plain, is_new = _saved(folder, name, file)
+        tables[plain] = examined_table(folder / plain)
+        if is_new and tables[plain].failure is not None:
+            (folder / plain).unlink()  # writes: this request made the file
+        return plain
+
+    return received(files, save), tables
 
 
-def _saved(folder: Path, name: str, file: BinaryIO) -> str:
+def _saved(folder: Path, name: str, file: BinaryIO) -> tuple[str, bool]:
+    """Save a table, and return its name and whether the file is new."""
     plain = plain_name(name)
     suffix = os.path.splitext(plain)[1].lower()
     if suffix not in TABLE_SUFFIXES:
@@ -91,8 +108,7 @@ def _saved(folder: Path, name: str, file: BinaryIO) -> str:
         raise _refused(t("texts.refused_size", size=size_text(MAX_TABLE_BYTES)))
     if suffix in OF_TEXT:
         _require_rows(content, suffix)
-    write_new(folder / plain, content)  # of the same file again, the recipe can be made now
-    return plain
+    return plain, write_new(folder / plain, content)  # of the same file again, the recipe can be made now
 
 
 def _require_rows(content: bytes, suffix: str) -> None:

@@ -154,6 +154,17 @@ def test_errors_are_those_of_the_command(file_format: str, step: str, code: str,
     assert site.get("/runs/exports", **RUN, step="9" * 5000).count("selected") == 1
 
 
+def test_a_missing_converter_is_named_before_the_export(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark, run_dir = 'class="converter-missing"', site.run()
+    assert mark not in site.get("/runs/exports", **RUN), "no format of an image model needs it"
+    of_text(site, run_dir)
+    monkeypatch.delenv("LLAMA_CPP", raising=False)
+    assert mark in site.get("/runs/exports", **RUN)
+    (site.folder / SCRIPT).touch()
+    monkeypatch.setenv("LLAMA_CPP", str(site.folder))
+    assert mark not in site.get("/runs/exports", **RUN)
+
+
 def test_the_converter_is_in_a_named_folder(site: Site, child: FakeChild, tmp_path: Path) -> None:
     of_text(site, site.run())
     begin(site, "gguf")

@@ -118,7 +118,9 @@ def test_texts_are_saved_and_lead_to_a_recipe(site: Site) -> None:
 
 def test_held_out_texts_are_named_next_to_the_lengths(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     (site.folder / "my.yaml").write_text("model: {}\n", encoding="utf-8")
-    data = SimpleNamespace(usable=30, num_problems=0, looked_at=0, shown=[], problems=(), first_notices=(), notices=())
+    data = SimpleNamespace(
+        usable=30, num_problems=0, looked_at=0, shown=[], problems=(), first_warnings=(), first_notices=(), notices=()
+    )
     plan = SimpleNamespace(data=SimpleNamespace(buckets={SampleShape.of(length=64): 27}, held_out=3))
     found = SimpleNamespace(data=data, plan=plan, notes=(), error=None)
     monkeypatch.setattr("lora_rocm.ui.text_samples.check", lambda *_, **__: found)
@@ -129,8 +131,13 @@ def test_held_out_texts_are_named_next_to_the_lengths(site: Site, monkeypatch: p
 def test_texts_are_read_when_they_arrive_as_training_reads_them(site: Site) -> None:
     text = bring(site, ("a.jsonl", ROWS + b'{"odd": 1}\n'))
     assert "2 texts" in text and "a.jsonl:3" in text and code_of(text) == ""  # the odd row is named
-    wrong = bring(site, ("b.jsonl", b'{"question": "a", "answer": "b"}\n'))
-    assert code_of(wrong) == "no-usable-texts" and (site.folder / "b.jsonl").is_file()
+    wrong = bring(site, ("b.jsonl", b'{"odd": "a"}\n'))
+    assert code_of(wrong) == "no-usable-texts" and not (site.folder / "b.jsonl").exists()
+    asked = bring(site, ("b.jsonl", b'{"question": "a", "answer": "b"}\n'))  # the repaired file, with the same name
+    assert code_of(asked) == "" and (site.folder / "b.jsonl").is_file() and "<b>assistant</b>" in asked
+    (site.folder / "own.jsonl").write_bytes(b'{"odd": 1}\n')
+    assert code_of(bring(site, ("own.jsonl", b'{"odd": 1}\n'))) == "no-usable-texts"
+    assert (site.folder / "own.jsonl").is_file(), "the upload did not make it"
     turns = b'[{"role": "user", "content": "who?"}, {"role": "assistant", "content": "%s"}]'
     pair = b'{"chosen": ' + turns % b"me" + b', "rejected": ' + turns % b"you" + b"}\n"
     shown = bring(site, ("c.jsonl", pair))

@@ -23,6 +23,7 @@ from lora_rocm.dataset.rows.loss_keys import (
     refuse_in_row,
     spelled,
 )
+from lora_rocm.dataset.rows.refused_columns import refuse_columns
 from lora_rocm.dataset.rows.row_cells import RowCells, has_content, listed
 from lora_rocm.dataset.rows.row_cells import UnusableText as UnusableText
 
@@ -213,7 +214,7 @@ def record_of(row: Cells, pairs: bool = False) -> Record:
         is_text = reader is _of_text
         refuse_in_row(cells, read=columns, next_to_text=is_text)
         if not is_text:
-            _refuse_columns(cells)
+            refuse_columns(cells)
         return reader(cells)
     if PAIRED <= cells.keys():
         raise UnusableText(
@@ -230,31 +231,10 @@ def record_of(row: Cells, pairs: bool = False) -> Record:
     )
 
 
-NO_PICTURES = "Language models are trained on text only: remove the row or the column."
 PARTS_FIX = (
     'Only parts of the type "text" are read: write {"type": "text", "text": ...}, write the whole content as one text, '
     "or remove the row."
 )
-REFUSED: Mapping[str, tuple[str, str]] = {
-    "history": (
-        "earlier turns",
-        "Write all turns as a list of messages in the column messages, or remove the column history.",
-    ),
-    "reasoning_content": ("thoughts", "Move it into the assistant's message as a key, or remove the column."),
-    "chat_template_kwargs": ("settings of the chat template", "Remove the column: rows cannot change these settings."),
-    **{name: ("pictures", NO_PICTURES) for name in ("image", "images")},
-    **{name: ("recordings", NO_PICTURES) for name in ("audio", "audios", "video", "videos")},
-}
-"""Columns that change the meaning of a conversation but are not supported. Maps each to its content and the remedy."""
-
-
-def _refuse_columns(row: RowCells) -> None:
-    """Raise UnusableText if a column of ``REFUSED`` has content in this row, in any spelling of its name."""
-    refused = {spelled(column): found for column, found in REFUSED.items()}
-    for column in row:
-        holds, fix = refused.get(spelled(column), ("", ""))
-        if holds and has_content(row.unread(column)):
-            raise UnusableText(f"Its column {column} contains {holds}, which would be lost.", fix)
 
 
 def _of_list(column: str, row: RowCells) -> Conversation:
@@ -288,7 +268,15 @@ def _of_completion(row: RowCells) -> Record:
 
 def _of_instruction(row: RowCells) -> Conversation:
     asked = "\n\n".join(_require(part, "The instruction") for part in (row["instruction"], row.get("input")) if part)
-    turns = ({"role": ASKS, "content": asked}, {"role": ANSWERS, "content": row["output"]})
+    return _of_turns(row, asked, row["output"])
+
+
+def _of_question(question: str, answer: str, row: RowCells) -> Conversation:
+    return _of_turns(row, *(_require(row[column], f"The column {column}") for column in (question, answer)))
+
+
+def _of_turns(row: RowCells, asked: str, answered: Any) -> Conversation:
+    turns = ({"role": ASKS, "content": asked}, {"role": ANSWERS, "content": answered})
     return _conversation(row, [_message(row, turn, "The row") for turn in turns])
 
 
@@ -297,12 +285,21 @@ def _of_text(row: RowCells) -> str:
 
 
 COMPLETION = frozenset({"prompt", "completion"})
+QUESTIONS = (
+    ("question", "answer"),
+    ("question", "response"),
+    ("query", "answer"),
+    ("query", "response"),
+    ("input", "output"),
+)
+"""Pairs of columns with a question and its answer, which are a conversation of the user and the assistant."""
 READERS: tuple[tuple[frozenset[str], Callable[[RowCells], Record]], ...] = (
     (frozenset({"messages"}), partial(_of_list, "messages")),
     (frozenset({"conversations"}), partial(_of_list, "conversations")),
     (COMPLETION, _of_completion),
     (frozenset({"instruction", "output"}), _of_instruction),
     (frozenset({"text"}), _of_text),
+    *((frozenset(pair), partial(_of_question, *pair)) for pair in QUESTIONS),
 )
 """Readers of rows, each with the columns that a row must have for this reader. The first matching reader is used."""
 PAIRED = frozenset({"chosen", "rejected"})
@@ -320,7 +317,7 @@ def pair_of(cells: Cells) -> Pair:
         UnusableText: a column is missing, an answer is empty, the answers are the same, or their prompts differ.
     """
     row = cells if isinstance(cells, RowCells) else RowCells(cells)
-    _refuse_columns(row)
+    refuse_columns(row)
     missing = " and ".join(sorted(PAIRED - row.keys()))
     if missing:
         what = f"It has no column {missing}; its columns are {listed(list(row)) or 'none'}."

@@ -10,14 +10,15 @@ from pathlib import Path
 
 from lora_rocm.dataset.progress import QUIET_S, Progress, Report, ignore
 from lora_rocm.dataset.rows.hf_datasets import DatasetRow
-from lora_rocm.dataset.rows.records import PAIRED, UnusableText, encodable, record_of, written
+from lora_rocm.dataset.rows.plain_prompts import is_plain
+from lora_rocm.dataset.rows.records import PAIRED, UnusableText, encodable, read, record_of, written
 from lora_rocm.dataset.rows.row_cells import RowAccount, RowCells
 from lora_rocm.dataset.rows.row_edge import SharedCause, row_edge
 from lora_rocm.dataset.rows.row_reference import reference
 from lora_rocm.dataset.rows.text_rows import rows_of
 from lora_rocm.dataset.sample_table import Sample, Samples
 from lora_rocm.dataset.skipped_files import NUM_NAMED
-from lora_rocm.dataset.sources.folders import shown, source_folder, walk_texts
+from lora_rocm.dataset.sources.folders import TABLE_SUFFIXES, shown, source_folder, table_path, walk_texts
 from lora_rocm.dataset.sources.scan import Scan, scan
 from lora_rocm.errors import DataError, Problem
 from lora_rocm.foundation.bounded_read import read_plain
@@ -202,6 +203,27 @@ def begins_with_pair(source: ResolvedSource) -> bool:
     """
     row = next((row for _, row, _ in rows_of(source)), None)
     return isinstance(row, Mapping) and row.keys() >= PAIRED
+
+
+def prompts_are_plain(recipe: Recipe) -> bool | None:
+    """Whether the first usable row of every source is a prompt with an answer as plain texts.
+
+    Only files of this machine are read. A data set of the hub counts as False, because reading it may download it. None
+    means that a table is missing.
+
+    Raises:
+        DataError: a table cannot be read.
+    """
+    pairs = recipe.objective.compares_pairs
+    for index, source in enumerate(recipe.data.resolved_sources()):
+        path = None if source.dataset is None else table_path(source.dataset)
+        if path is None or not path.is_file():
+            return None if path is not None and path.suffix.lower() in TABLE_SUFFIXES else False
+        texts = _of_table(index, source, "", Notes(), pairs)
+        first = next((read(each.sample.caption) for each in texts if isinstance(each, FoundText)), "")
+        if not is_plain(first):
+            return False
+    return True
 
 
 def texts_of(

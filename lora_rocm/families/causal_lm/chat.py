@@ -19,6 +19,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from lora_rocm.dataset.rows.loss_keys import TRAINED
+from lora_rocm.dataset.rows.plain_prompts import is_plain, plain_prompts_warning
 from lora_rocm.dataset.rows.records import (
     ANSWERS,
     Completion,
@@ -124,14 +125,11 @@ class ChatTokenizer:
         if self._num_whole:
             have = "1 text begins or ends" if self._num_whole == 1 else f"{self._num_whole} texts begin or end"
             found.append(f"{have} with the tokenizer's begin or end token, which is therefore not added again.")
-        if self._num_joined:
-            have = "1 row has" if self._num_joined == 1 else f"{self._num_joined} rows have"
-            columns = "prompt, chosen and rejected" if self._pairs else "messages, or prompt and completion,"
-            found.append(
-                f"{have} prompt and answer as plain texts, so the tokenizer's chat template is not used "
-                f"for them. To train on answers in a chat, write {columns} as lists of messages."
-            )
         return (*found, *self._keys.notices)
+
+    @property
+    def warnings(self) -> Sequence[str]:
+        return [plain_prompts_warning(self._num_joined, pairs=self._pairs)] if self._num_joined else []
 
     def parts(self, text: str) -> Sequence[str | None]:
         """Implements ``TextReader.parts``.
@@ -154,7 +152,7 @@ class ChatTokenizer:
         if self._keys.of(record):
             samples = of_it if self._pairs else [read(each) for each in cut if each is not None]
             self._keys.account([each for each in samples if isinstance(each, Conversation)])
-        self._num_joined += isinstance(of_it[0], Completion) and self.tokenizer.chat_template is not None
+        self._num_joined += is_plain(record) and self.takes_conversations
         return cut
 
     def _count_over_limit(self, error: UnusableText) -> None:
@@ -306,15 +304,15 @@ class ChatTokenizer:
             at = end
         return "".join(pieces)
 
-    def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def prompt_ids(self, messages: Sequence[Mapping[str, Any]], *, plain: bool = False) -> list[int]:
         """Return the tokens of a conversation for the model to continue.
 
-        Without a chat template, the messages' contents are joined as plain text.
+        Without a chat template, or if ``plain``, the messages' contents are joined as plain text.
 
         Raises:
             UnusableText: the template or the tokenizer fails.
         """
-        if not self._template.is_there:
+        if plain or not self._template.is_there:
             with self._tokenizing():
                 text = "".join(message["content"] for message in messages)
                 return list(self._with_ends(text, eos=False)[0])

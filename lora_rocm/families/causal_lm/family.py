@@ -25,9 +25,11 @@ from lora_rocm.base_models.run_folder import refuse_run
 from lora_rocm.cache_store.hash_memory import WEIGHTS_MEMORY, HashMemory
 from lora_rocm.dataset.captions.caption_length import TokenLimit
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, Pad, TensorSpec
+from lora_rocm.dataset.rows.plain_prompts import CONTINUED, UNKNOWN
 from lora_rocm.dataset.rows.records import Pair, UnusableText, read
 from lora_rocm.dataset.rows.row_reference import separated
 from lora_rocm.dataset.shape import SampleShape
+from lora_rocm.dataset.sources.text_scan import prompts_are_plain
 from lora_rocm.device.placement.base import Placement
 from lora_rocm.device.placement.embedding_rows import ROWS, TokenTable
 from lora_rocm.errors import DataError, ModelError
@@ -305,18 +307,37 @@ class CausalLM:
         text: Callable[[str], Tensors],
         in_tiles: bool = False,
     ) -> list[str]:
-        """Return the most likely answer to each prompt. With a chat template, the prompt is a user message."""
+        """Return the most likely answer to each prompt. The prompt has the format of the recipe's rows."""
         with evaluating(model.components.values()):
             return [self._answer(model, request.prompt, request.steps) for request in requests]
 
     def _answer(self, model: LoadedModel, prompt: str, most: int) -> str:
         try:
-            ids = self.texts.prompt_ids([{"role": "user", "content": prompt}])
+            ids = self._prompt_ids([{"role": "user", "content": prompt}])
         except UnusableText as error:
             where, fix = f"sample.prompts: {prompt[:80]}", f"{error.fix} Or remove sample.prompts."
             raise DataError("prompt-unusable", error.what, where=where, fix=fix) from error
         tokens = next_tokens(model.components[COMPONENT], ids, Sampling(0.0, 1.0, most, 0), self._ends)
         return str(self.texts.tokenizer.decode([*tokens], skip_special_tokens=True))
+
+    @cached_property
+    def _is_plain(self) -> bool | None:
+        """Whether the recipe's rows are prompts and answers as plain texts. None if its tables cannot be read now."""
+        if not self.texts.takes_conversations:
+            return False
+        try:
+            return prompts_are_plain(self.recipe)
+        except DataError:
+            return None
+
+    @property
+    def prompt_notices(self) -> Sequence[str]:
+        """Implements ``Answering.prompt_notices``."""
+        return {True: [CONTINUED], False: [], None: [UNKNOWN]}[self._is_plain]
+
+    def _prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the tokens of a conversation in the format of the recipe's rows."""
+        return self.texts.prompt_ids(messages, plain=bool(self._is_plain))
 
     @property
     def _ends(self) -> set[int]:
@@ -326,7 +347,7 @@ class CausalLM:
         self, model: LoadedModel, messages: Sequence[Mapping[str, Any]], sampling: Sampling
     ) -> Generator[str, None, str]:
         """Implements ``Answering.answer``."""
-        component, ids = model.components[COMPONENT], self.texts.prompt_ids(messages)
+        component, ids = model.components[COMPONENT], self._prompt_ids(messages)
         places = places_of(component)
         if places is not None and len(ids) >= places:
             what = f"The conversation has {len(ids)} tokens, but the model can read only {places}."

@@ -90,7 +90,7 @@ def export_key(ui: UiContext, run_dir: RunDir) -> str:
 
 
 def _shown(request: Request, run_dir: RunDir, step: str) -> Response:
-    from lora_rocm.commands.sample_export import export_text
+    from lora_rocm.commands.sample_export import export_text, finds_converter
     from lora_rocm.families.registry import FAMILIES
     from lora_rocm.supervisor.choose_run_dir import open_recipe
 
@@ -109,6 +109,7 @@ def _shown(request: Request, run_dir: RunDir, step: str) -> Response:
         name=ui.folders.name_of(run_dir.path),
         path=run_dir.path,
         formats=formats,
+        lacks_converter="gguf" in formats and not finds_converter(),
         steps=steps[::-1],
         step=int(step) if step in map(str, steps) else max(steps, default=None),
         work=work,

@@ -57,12 +57,11 @@ async def upload(request: Request) -> Response:
 
 
 def _received(request: Request, files: list[UploadFile]) -> Response:
-    from lora_rocm.ui.text_uploads import examined_table, receive_tables
+    from lora_rocm.ui.text_uploads import receive_tables
 
     working = context_of(request).folders.working
-    found = receive_tables(working, [(each.filename or "", each.file) for each in files])
+    found, tables = receive_tables(working, [(each.filename or "", each.file) for each in files])
     recipes = {name: _recipes_of(request, working / name) for name in found.saved}
-    tables = {name: examined_table(working / name) for name in found.saved}
     return fragment(request, "texts_upload.html.j2", "received", received=found, recipes=recipes, tables=tables)
 
 

@@ -15,7 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from lora_rocm.dataset.rows.records import MARK, Completion, Conversation, Pair, UnusableText, read, record_of, written
+from lora_rocm.dataset.rows.records import (
+    MARK,
+    QUESTIONS,
+    Completion,
+    Conversation,
+    Pair,
+    UnusableText,
+    read,
+    record_of,
+    written,
+)
 from lora_rocm.dataset.rows.row_cells import MAX_NAMED, RowAccount, RowCells
 from lora_rocm.dataset.rows.text_rows import rows_of
 from lora_rocm.dataset.sources.text_scan import scan_texts
@@ -32,6 +42,8 @@ SAME: list[tuple[dict[str, Any], object]] = [
     ({"conversations": [ASK, ANSWER]}, CHAT),
     ({"conversations": [ASK, {"role": "assistant", "value": "4"}]}, CHAT),
     ({"instruction": "2+2?", "input": "", "output": "4"}, CHAT),
+    *(({ask: "2+2?", answer: "4"}, CHAT) for ask, answer in QUESTIONS),
+    ({"question": "2+2?", "answer": "4", "text": "2+2=4"}, "2+2=4"),
     ({"prompt": [ASK], "completion": [ANSWER]}, Conversation((ASK, ANSWER), last_only=True)),
     ({"prompt": "2+2=", "completion": "4"}, Completion("2+2=", "4")),
     ({"text": "2+2=4"}, "2+2=4"),
@@ -63,7 +75,8 @@ def test_a_plain_text_stays_itself_even_if_it_looks_like_a_record() -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"question": "2+2?", "answer": "4"}, saying("dataset/its-columns-are-question-answer")),
+        ({"ask": "2+2?", "reply": "4"}, lambda error: "ask, reply" in error.what),
+        ({"question": "2+2?", "answer": ""}, lambda error: "answer" in error.what),
         ({"messages": [ASK]}, saying("dataset/no-message-has-the-role-assistant")),
         ({"messages": [ASK, {**ANSWER, "content": " "}]}, saying("dataset/message-2-assistant-is-empty")),
         ({"messages": "hello"}, saying("dataset/the-column-messages-is-a-text-that-3")),
@@ -402,7 +415,7 @@ JSON = st.recursive(
     ),
     max_leaves=8,
 )
-COLUMNS = ("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "system", "tools", "text")  # fmt: skip  # noqa: E501
+COLUMNS = ("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "system", "tools", "text", "question", "answer")  # fmt: skip  # noqa: E501
 
 
 @pytest.mark.slow
