@@ -313,7 +313,7 @@ class CausalLM:
 
     def _answer(self, model: LoadedModel, prompt: str, most: int) -> str:
         try:
-            ids = self._prompt_ids([{"role": "user", "content": prompt}])
+            ids = self.prompt_ids([{"role": "user", "content": prompt}])
         except UnusableText as error:
             where, fix = f"sample.prompts: {prompt[:80]}", f"{error.fix} Or remove sample.prompts."
             raise DataError("prompt-unusable", error.what, where=where, fix=fix) from error
@@ -335,7 +335,7 @@ class CausalLM:
         """Implements ``Answering.prompt_notices``."""
         return {True: [CONTINUED], False: [], None: [UNKNOWN]}[self._is_plain]
 
-    def _prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the tokens of a conversation in the format of the recipe's rows."""
         return self.texts.prompt_ids(messages, plain=bool(self._is_plain))
 
@@ -347,7 +347,7 @@ class CausalLM:
         self, model: LoadedModel, messages: Sequence[Mapping[str, Any]], sampling: Sampling
     ) -> Generator[str, None, str]:
         """Implements ``Answering.answer``."""
-        component, ids = model.components[COMPONENT], self._prompt_ids(messages)
+        component, ids = model.components[COMPONENT], self.prompt_ids(messages)
         places = places_of(component)
         if places is not None and len(ids) >= places:
             what = f"The conversation has {len(ids)} tokens, but the model can read only {places}."

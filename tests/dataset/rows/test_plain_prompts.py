@@ -68,16 +68,16 @@ def test_a_folder_without_a_chat_template_is_known(tmp_path: Path) -> None:
 
 
 def test_prompts_of_chats_and_previews_have_the_format_of_the_rows(tmp_path: Path) -> None:
-    """A preview and a chat ask ``_prompt_ids``; the trained tokens of a plain row begin with the same ones."""
+    """A preview and a chat ask ``prompt_ids``; the trained tokens of a plain row begin with the same ones."""
     base = write_tiny_llm(tmp_path / "base")
     asked = [{"role": "user", "content": "Hello"}]
     for row, notices, begins in ((PLAIN, 1, "Hello"), (CHAT, 0, SPECIAL[1])):
         source = table(tmp_path / f"{notices}.jsonl", row)
         family = CausalLM(recipe_of(base, data={"sources": [source]}))
-        written = str(family.texts.tokenizer.decode(family._prompt_ids(asked), skip_special_tokens=False))
+        written = str(family.texts.tokenizer.decode(family.prompt_ids(asked), skip_special_tokens=False))
         assert written.startswith(begins) and len(family.prompt_notices) == notices
     gone = CausalLM(recipe_of(base, data={"sources": [{"dataset": str(tmp_path / "gone.jsonl")}]}))
-    assert gone._prompt_ids(asked) == family._prompt_ids(asked) and len(gone.prompt_notices) == 1
+    assert gone.prompt_ids(asked) == family.prompt_ids(asked) and len(gone.prompt_notices) == 1
 
 
 def test_the_recipe_page_warns_of_plain_rows_for_a_model_with_a_chat_template(tmp_path: Path) -> None:
