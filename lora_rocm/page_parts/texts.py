@@ -30,7 +30,7 @@ def _flat(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, 
 
 def phase_words(name: str) -> str:
     """Return what a phase or an activity of a run does, in words. A name of another version is returned as it is."""
-    return texts().get(f"phase.{name}", name)
+    return t(f"phase.{name}") if f"phase.{name}" in texts() else name
 
 
 def t(key: str, /, **values: object) -> str:
