@@ -1,7 +1,7 @@
 """Time, memory and gradients of a recomputed training step, with each method to recompute it, in one process.
 
-usage: python benchmarks/recomputed_step.py [--only flux,flux-int8,z-image,llama] [--stacked | --no-stacked]
-    [--products] [--methods NAME ...] [--toy] [--json FILE] [--steps N]
+usage: python benchmarks/recomputed_step.py [--only flux,flux-int8,z-image,llama] [--products]
+    [--methods NAME ...] [--toy] [--json FILE] [--steps N]
 
 Each family's model is made once, at full size with random weights and a LoRA of rank 16: FLUX.1 and Z-Image at
 1,024 px, batch 1; Llama 8B in nf4 with 2 samples of 2,048 tokens. Then each method is applied to it. First comes a
@@ -9,14 +9,11 @@ pass with deterministic kernels. Its gradients are compared with the gradients o
 steps are timed. Plain recomputation is timed first and last, so that a drift of the GPU's clock shows. ``--toy``
 rehearses on the CPU with the tiny models, without graphs.
 
-Without ``--stacked`` and ``--no-stacked``, each method is applied to two models with the same weights, one after the
-other: LoRA's A in a separate product, and in the product of merged layers (``kernels.stacked_rows``). With one of
-them, only this one is measured. The gradients of both are compared with plain recomputation of the first. ``--methods``
-selects some: ``--methods plain`` compares the two variants in the shortest time.
+``--methods`` selects some: ``--methods plain`` takes the shortest time.
 
 ``--products`` also measures each method with products in eight bits (``model.compute``), on the same model, right after
 the rows without them. It is for the families in fp8 and int8: flux-fp8, flux-int8, z-image-fp8, z-image-int8,
-llama-fp8, llama-int8. LoRA's A is in a separate product there. The gradients are compared as above.
+llama-fp8, llama-int8. The gradients are compared as above.
 
 Peaks are of tensors: ``eager`` of the deterministic pass, ``step`` of the captured steps, ``planned`` as
 ``lora-rocm plan`` estimates it. The model needs 24 GB (FLUX.1 in bf16), each way some seconds.
@@ -53,7 +50,6 @@ from lora_rocm.device.transfer import DeviceTransfer  # noqa: E402
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for  # noqa: E402
 from lora_rocm.kernels.backend import implementation_for  # noqa: E402
 from lora_rocm.kernels.quantised import ScaledRows  # noqa: E402
-from lora_rocm.kernels.stacked_rows import rows_stacked  # noqa: E402
 from lora_rocm.kernels.weight_format import PackedLinear, use_implementation  # noqa: E402
 from lora_rocm.memory.footprint import count, measured_rates, meta_model  # noqa: E402
 from lora_rocm.memory.manager import MemoryManager  # noqa: E402
@@ -120,7 +116,6 @@ class Bench:
     device: torch.device
     toy: bool
     root: Path
-    stacked: bool = False
     memory: MemoryManager = field(init=False)
 
     def __post_init__(self) -> None:
@@ -149,7 +144,7 @@ class Bench:
 
     def _counted(self) -> Footprint:
         family = family_for(self.recipe)
-        hollow = meta_model(family, self.recipe, self.dtype, not self.toy, self.stacked)
+        hollow = meta_model(family, self.recipe, self.dtype, not self.toy)
         return count(family, hollow, self.recipe, self.shape)
 
     def compute(self, name: str) -> None:
@@ -180,8 +175,7 @@ class Bench:
         self.memory.placement(self.family, model, self.transfer, gpu)  # the weights were made where they stay
         for component in model.components.values():
             component.train()
-        with rows_stacked(self.stacked):
-            self.family.fuse(model, triton=gpu)
+        self.family.fuse(model, triton=gpu)
         for component in model.components.values():
             use_implementation(component, implementation_for(self.device, gpu))
         self.weights = adapter.flatten(self.dtype, torch.float32)
@@ -293,18 +287,16 @@ def timed(bench: Bench, steps: int) -> dict[str, Any]:
     return found
 
 
-def measured(
-    bench: Bench, steps: int, names: Collection[str], wanted_N: Tensor | None, products: bool
-) -> Iterator[tuple[dict[str, Any], Tensor]]:
-    """Yield a row and its gradients for each way, then for plain recomputation again.
+def measured(bench: Bench, steps: int, names: Collection[str], products: bool) -> Iterator[dict[str, Any]]:
+    """Yield a row for each way, then for plain recomputation again.
 
-    names: names of the methods, or empty for all. wanted_N: gradients to compare with, or None to use the first ones.
-    products: whether to measure products in eight bits, too.
+    names: names of the methods, or empty for all. products: whether to measure products in eight bits, too.
     """
     rates = Rates() if bench.toy else measured_rates(bench.device, bench.dtype)
     packed = any(block.dense_bytes for block in bench.footprint.blocks)
     possible = [way for way in WAYS if (packed or not way.once) and (bench.footprint.table_bytes or not way.rows)]
     ways = [way for way in possible if not names or way.name in names]
+    wanted_N: Tensor | None = None
     start = {name: leaf.detach().to("cpu", copy=True) for name, leaf in bench.weights.leaves.items()}
     in_eight = [bench.recipe.model.quantization] if products and bench.name in IN_EIGHT_BITS else []
     rounds = [(compute, way) for compute in ("bf16", *in_eight) for way in ways]
@@ -319,10 +311,9 @@ def measured(
         inputs = bench.memory.inputs
         moved = {} if inputs is None else {"host_bytes": inputs.host_bytes, "slot_bytes": inputs.slot_bytes}
         estimate = bench.memory.plan.step_s if bench.memory.plan is not None else 0.0
-        row = {
+        yield {
             "family": bench.name,
             "way": way.name,
-            "stacked": bench.stacked,
             "products": compute,
             **figures,
             **timed(bench, steps),
@@ -330,7 +321,6 @@ def measured(
             "planned_ms": 1e3 * estimate,
             **moved,
         }
-        yield row, found_N
 
 
 def section_of(name: str, toy: bool, root: Path) -> dict[str, Any]:
@@ -360,9 +350,8 @@ def text_of(row: Mapping[str, Any], plain_ms: float) -> str:
     gib = 2**30
     change = f"{100 * (row['step_ms'] / plain_ms - 1):+.1f} %"
     same = {True: "same bytes", False: f"off by {row.get('difference', 0):.1e}", None: ""}[row.get("same_bytes")]
-    way = row["way"] + (", stacked" if row["stacked"] else "")
     return (
-        f"{row['family']:<13}{way:<55}{row['products']:<5}{row['step_ms']:>9.1f} ms{change:>9}  "
+        f"{row['family']:<13}{row['way']:<46}{row['products']:<5}{row['step_ms']:>9.1f} ms{change:>9}  "
         f"eager {row['eager_peak_bytes'] / gib:6.2f}  step {row['step_peak_bytes'] / gib:6.2f}  "
         f"planned {row['planned_peak_bytes'] / gib:6.2f} GiB  {'graph' if row['captured'] else 'eager'}"
         f"{'  BAD' if row['bad'] else ''}  {same}"
@@ -377,30 +366,25 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--methods", nargs="+", default=[], choices=[way.name for way in WAYS], metavar="NAME")
-    parser.add_argument("--stacked", action=argparse.BooleanOptionalAction, help="only this variant, instead of both")
     parser.add_argument("--products", action="store_true")
     options = parser.parse_args()
     device, rows = torch.device("cpu" if options.toy else "cuda"), list[dict[str, Any]]()
-    forms = (False, True) if options.stacked is None and not options.products else (bool(options.stacked),)
     with tempfile.TemporaryDirectory() as folder:
         for name in options.only.split(","):
-            plain_ms, wanted_N = 0.0, None
-            for stacked in forms:
-                started = time.perf_counter()
-                section = section_of(name, options.toy, Path(folder) / f"{stacked}")
-                bench = Bench(name, section, device, options.toy, Path(folder), stacked)
-                print(f"{name}: ready after {time.perf_counter() - started:.0f} s", flush=True)
-                for row, found_N in measured(bench, options.steps, options.methods, wanted_N, options.products):
-                    plain_ms = plain_ms or row["step_ms"]
-                    wanted_N = found_N if wanted_N is None else wanted_N
-                    rows.append(row)
-                    print(text_of(row, plain_ms), flush=True)
-                    if options.json:
-                        options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
-                print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
-                del bench
-                gc.collect()
-                empty_pools()
+            started = time.perf_counter()
+            bench = Bench(name, section_of(name, options.toy, Path(folder)), device, options.toy, Path(folder))
+            print(f"{name}: ready after {time.perf_counter() - started:.0f} s", flush=True)
+            plain_ms = 0.0
+            for row in measured(bench, options.steps, options.methods, options.products):
+                plain_ms = plain_ms or row["step_ms"]
+                rows.append(row)
+                print(text_of(row, plain_ms), flush=True)
+                if options.json:
+                    options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+            print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
+            del bench
+            gc.collect()
+            empty_pools()
 
 
 if __name__ == "__main__":

@@ -23,9 +23,7 @@ from lora_rocm.checks.kernel_check import Case, ExactCase, cases_for, first_wron
 from lora_rocm.checks.kernel_processes import KernelCompilers
 from lora_rocm.checks.kernel_proof import Proof
 from lora_rocm.foundation.units import count_text, time_text
-from lora_rocm.hardware.settings import Settings
 from lora_rocm.kernels.backend import refusal, use_plain
-from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.event_types import KernelsEvent
 from lora_rocm.rundir.run_context import NOBODY, RunContext
 
@@ -42,38 +40,24 @@ class KernelChoice:
     Attributes:
         triton: whether Triton kernels are used.
         plain: names of kernels (``backend.launches``) that are computed in plain PyTorch nevertheless.
-        stacked: whether one product computes merged layers and their LoRA's A (``kernels.stacked_rows``). Runs of
-            earlier versions computed two.
     """
 
     triton: bool
     plain: tuple[str, ...] = ()
-    stacked: bool = False
 
     def to_fact(self) -> dict[str, object]:
-        return {"triton": self.triton, "plain": list(self.plain), "stacked": self.stacked}
+        return {"triton": self.triton, "plain": list(self.plain)}
 
     @classmethod
     def stored_in(cls, facts: Mapping[str, Any] | None) -> KernelChoice | None:
         """Return the decision among a checkpoint's facts, or None if there is none."""
         found = None if facts is None else facts.get(FACT)
-        if found is None:
-            return None
-        return cls(bool(found["triton"]), tuple(found["plain"]), bool(found.get("stacked", False)))
+        return None if found is None else cls(bool(found["triton"]), tuple(found["plain"]))
 
 
 def decides(device: torch.device) -> bool:
     """Whether a start on this device decides about kernels; none on the CPU does."""
     return device.type == "cuda" or refusal(device) is None
-
-
-def stacks(recipe: Recipe, settings: Settings, on_gpu: bool) -> bool:
-    """Whether a new run computes LoRA's A in the product of merged layers (``kernels.stacked_rows``).
-
-    Runs on the CPU, deterministic and compiled runs, and runs without our kernels after a failure do not.
-    """
-    runtime = recipe.runtime
-    return on_gpu and settings.triton and not runtime.deterministic and runtime.compile in ("auto", "off")
 
 
 def choose(

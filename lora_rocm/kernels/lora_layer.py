@@ -6,7 +6,6 @@ so a test checks that it still works. PEFT still defines the layer's names, scal
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -104,18 +103,6 @@ def base_of(layer: nn.Module) -> nn.Module:
 def plain_lora(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, float] | None:
     """Return (A, B, scale) if one matrix product can compute this layer's LoRA together with other LoRAs, else None."""
     return layer.plain(x) if isinstance(layer, LoraLinear) else None
-
-
-def fixed_ranks(layers: Sequence[nn.Module]) -> int:
-    """Return the sum of the ranks of all adapters of these layers; 0 if one is never a plain LoRA in training."""
-    ranks = 0
-    for layer in layers:
-        if not isinstance(layer, LoraLinear) or layer.lora_variant:
-            return 0
-        if any(isinstance(part, nn.Dropout | AdapterDropout) and part.p > 0 for part in layer.lora_dropout.values()):
-            return 0
-        ranks += sum(layer.r.values())
-    return ranks
 
 
 def _under_autocast(x: Tensor) -> bool:

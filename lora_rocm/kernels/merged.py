@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from lora_rocm.kernels.base_product import BaseProduct, UnpackedProduct
 from lora_rocm.kernels.fused_lora import lora_projections
-from lora_rocm.kernels.lora_layer import LoraLinear, base_of, fixed_ranks, plain_lora
-from lora_rocm.kernels.stacked_rows import reserved_rows, stacked_projections
-from lora_rocm.kernels.weight_format import PackedLinear, is_packed, joined_weights, product_of
+from lora_rocm.kernels.lora_layer import LoraLinear, base_of, plain_lora
+from lora_rocm.kernels.weight_format import PackedLinear, is_packed, product_of
 
 
 class MergedLinears:
@@ -21,20 +19,14 @@ class MergedLinears:
     The layers' weights become views of one tensor, and their biases views of another. Packed weights, and weights that
     offloading has moved since, are concatenated in each pass instead. If any layer is not a plain LoRA layer, the
     layers are called one by one.
-
-    If it is made in a context of ``rows_stacked``, the product includes LoRA's A, as further rows of the weights.
-
-    Attributes:
-        reserved: the number of rows for A at the end of ``weight_OI``, or 0.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         bases = [base_of(layer) for layer in layers]
-        self.reserved = reserved_rows(bases, fixed_ranks(layers)) if all(map(_unpacks, bases)) else 0
         self.weight_OI: Tensor | None = None
         self.bias_O: Tensor | None = None
         if not is_packed(bases[0]):
-            self.weight_OI = _joined([base.get_parameter("weight") for base in bases], self.reserved)
+            self.weight_OI = _joined([base.get_parameter("weight") for base in bases])
             has_bias = bases[0].bias is not None
             self.bias_O = _joined([base.get_parameter("bias") for base in bases]) if has_bias else None
 
@@ -60,25 +52,11 @@ class MergedLinears:
         bias_O = self.bias_O
         if bias_O is None and bases[0].bias is not None:
             bias_O = torch.cat([base.get_parameter("bias") for base in bases]).to(x.dtype)
-        if 0 < sum(map(len, a_RI)) <= self.reserved:
-            dense = partial(_dense, bases, x.dtype, self.reserved) if self.weight_OI is None else None
-            return stacked_projections(x, self.weight_OI, a_RI, b_OR, scales[0], bias_O, dense)
-        weight_OI = self.weight_OI
-        if weight_OI is not None and self.reserved:  # adapters were added since, with more ranks
-            weight_OI = weight_OI[: len(weight_OI) - self.reserved]
-        product = _product(bases, x.dtype) if weight_OI is None else None
-        return lora_projections(x, weight_OI, a_RI, b_OR, scales[0], bias_O, product)
+        product = _product(bases, x.dtype) if self.weight_OI is None else None
+        return lora_projections(x, self.weight_OI, a_RI, b_OR, scales[0], bias_O, product)
 
     def _holds(self, base: nn.Module) -> bool:
         return self.weight_OI is None or self.weight_OI.data_ptr() == base.get_parameter("weight").data_ptr()
-
-
-def _dense(bases: Sequence[nn.Module], dtype: torch.dtype, reserved: int) -> Tensor:
-    """Return the weights of the layers, concatenated by rows in a new tensor, and ``reserved`` rows of any numbers."""
-    packed = [base for base in bases if isinstance(base, PackedLinear)]
-    if packed:
-        return joined_weights(packed, dtype, reserved)
-    return _concatenated([base.get_parameter("weight") for base in bases], reserved)
 
 
 def _product(bases: Sequence[nn.Module], dtype: torch.dtype) -> BaseProduct:
@@ -89,20 +67,8 @@ def _product(bases: Sequence[nn.Module], dtype: torch.dtype) -> BaseProduct:
     return UnpackedProduct(lambda: torch.cat([base.get_parameter("weight") for base in bases]))
 
 
-def _unpacks(base: nn.Module) -> bool:
-    """Whether a dense weight takes part in the product: only then can further rows."""
-    return not isinstance(base, PackedLinear) or base.weight_format.unpacks(base)
-
-
-def _joined(parameters: Sequence[nn.Parameter], reserved: int = 0) -> Tensor:
-    """Move parameters into one new tensor, concatenated by rows, with ``reserved`` rows of zeros after them."""
-    joined = _concatenated([parameter.data for parameter in parameters], reserved)
-    rows = [len(parameter) for parameter in parameters]
-    for parameter, its in zip(parameters, joined[: sum(rows)].split(rows), strict=True):
-        parameter.data = its
+def _joined(parameters: Sequence[nn.Parameter]) -> Tensor:
+    joined = torch.cat([parameter.data for parameter in parameters])
+    for parameter, rows in zip(parameters, joined.split([len(parameter) for parameter in parameters]), strict=True):
+        parameter.data = rows
     return joined
-
-
-def _concatenated(tensors: Sequence[Tensor], reserved: int) -> Tensor:
-    zeros = [tensors[0].new_zeros(reserved, *tensors[0].shape[1:])] if reserved else []
-    return torch.cat([*tensors, *zeros])

@@ -189,21 +189,18 @@ def product_of(layers: Sequence[PackedLinear], dtype: torch.dtype) -> BaseProduc
 
 def unpacked_product(layers: Sequence[PackedLinear], dtype: torch.dtype) -> UnpackedProduct:
     """Return a product that makes the dense weights of packed layers in each pass."""
-    return UnpackedProduct(partial(joined_weights, layers, dtype))
+    return UnpackedProduct(partial(_joined_weights, layers, dtype))
 
 
-def joined_weights(layers: Sequence[PackedLinear], dtype: torch.dtype, reserved: int = 0) -> Tensor:
-    """Return the dense weights of packed layers, concatenated by rows, then ``reserved`` rows.
-
-    The layers must have the same number of inputs. The reserved rows are not initialised.
-    """
-    if len(layers) == 1 and not reserved:
+def _joined_weights(layers: Sequence[PackedLinear], dtype: torch.dtype) -> Tensor:
+    """Return the dense weights of packed layers with the same inputs, concatenated by rows."""
+    if len(layers) == 1:
         return layers[0].dense(dtype)
     rows = [layer.out_features for layer in layers]
-    weight_NI = note_shared(layers[0].weight.new_empty(sum(rows) + reserved, layers[0].in_features, dtype=dtype))
-    for layer, part_OI in zip(layers, weight_NI[: sum(rows)].split(rows), strict=True):
+    weight_OI = note_shared(layers[0].weight.new_empty(sum(rows), layers[0].in_features, dtype=dtype))
+    for layer, part_OI in zip(layers, weight_OI.split(rows), strict=True):
         layer.dense(dtype, out_OI=part_OI)
-    return weight_NI
+    return weight_OI
 
 
 def use_implementation(component: nn.Module, implementation: Implementation) -> None:

@@ -15,7 +15,6 @@ import traceback
 import torch
 
 from lora_rocm.checks.kernel_check import CANNOT
-from lora_rocm.checks.kernel_choice import stacks
 from lora_rocm.errors import LoraRocmError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
 from lora_rocm.hardware.settings import VARIABLE, settings_from
@@ -52,7 +51,7 @@ def main() -> int:
     threading.Thread(target=_leave_with_parent, daemon=True, name="parent-watch").start()
     request = count_request(text)
     dtype, settings = getattr(torch, request.dtype), settings_from({VARIABLE: request.settings})
-    model = meta_model(family, recipe, dtype, settings.triton, stacks(recipe, settings, True))
+    model = meta_model(family, recipe, dtype, settings.triton)
     if settings.triton:
         sys.stdout.buffer.write(request_line(_launches(family, model, recipe)))
         sys.stdout.buffer.flush()

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import astuple, dataclass, field
 from functools import partial
@@ -33,7 +33,6 @@ from lora_rocm.adapters.lora_files.lora_reader import files_of
 from lora_rocm.adapters.registry import kind_for
 from lora_rocm.adapters.targets import sections_of
 from lora_rocm.adapters.training_adapter import attach_training_adapter
-from lora_rocm.checks.kernel_choice import stacks
 from lora_rocm.checks.timing import seconds_of
 from lora_rocm.dataset.companions.controls import control_name
 from lora_rocm.dataset.images.buckets import largest_shape
@@ -51,8 +50,7 @@ from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.foundation.files import write_json
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.kernels.backend import available, implementation_for, kernels_seen, shared_noted
-from lora_rocm.kernels.stacked_rows import reserved_bytes, rows_stacked
-from lora_rocm.kernels.weight_format import PackedLinear, dense_shape, is_packed, pack, use_implementation
+from lora_rocm.kernels.weight_format import PackedLinear, dense_shape, pack, use_implementation
 from lora_rocm.memory.footprint_process import footprints_file
 from lora_rocm.memory.op_counter import Ledger, Tally, difference, fused_attention
 from lora_rocm.optim.base import AVERAGE_ITEMSIZE
@@ -201,15 +199,14 @@ def counted(
     ``model``: the result of ``meta_model``, if the caller has it.
     """
     plain = settings.attention == "math"
-    stacked = stacks(recipe, settings, on_gpu)  # a resumed run without it needs slightly less
     on_gpu = on_gpu and settings.triton
     memory = footprints_file(recipe.cache.dir)
     kept = _remembered(memory)
-    key = _key(recipe, family, dtype, [plain, shape.to_json(), on_gpu, recipe.data.has_controls, stacked])
+    key = _key(recipe, family, dtype, [plain, shape.to_json(), on_gpu, recipe.data.has_controls])
     if key in kept:
         with suppress(AttributeError, KeyError, TypeError, ValueError):  # another version's entry, or damaged
             return Footprint.from_json(kept[key])
-    model = meta_model(family, recipe, dtype, on_gpu, stacked) if model is None else model
+    model = meta_model(family, recipe, dtype, on_gpu) if model is None else model
     found = count(family, model, recipe, shape, plain)
     with suppress(StorageError):
         write_json(memory, {**dict(list(kept.items())[-KEPT:]), key: found.to_json()})
@@ -241,13 +238,10 @@ def _remembered(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def meta_model(
-    family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu: bool = True, stacked: bool = False
-) -> LoadedModel:
+def meta_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu: bool = True) -> LoadedModel:
     """The trained components with the adapter on the meta device; even trained weights have dtype ``dtype``.
 
-    ``on_gpu``: whether modules are fused as for a GPU's kernels. ``stacked``: whether merged layers reserve rows for
-    LoRA's A.
+    ``on_gpu``: whether modules are fused as for a GPU's kernels.
     """
     presets = next(iter(family.lora_targets.values()))
     wanted = [name for name in presets if recipe.trains(name)]
@@ -264,8 +258,7 @@ def meta_model(
     attach_training_adapter(
         family, model, recipe.model.training_adapter
     )  # after packing, which would pack its layers too
-    with rows_stacked(stacked):
-        family.fuse(model, triton=on_gpu)
+    family.fuse(model, triton=on_gpu)
     return model
 
 
@@ -318,11 +311,10 @@ def count(
     numbers, state = sum(p.numel() for p in trained), state_bytes([p.shape for p in trained], recipe)
     always_bytes, gradient_bytes, landing_bytes = adapter_bytes(numbers, state, recipe, model.dtype)
     adapter = kind_for(recipe.lora)(family, model)
-    components = model.components.values()
     return Footprint(
         shape=str(shape),
         cost=shape.cost,
-        weight_bytes=frozen_bytes(components) + _reserved_bytes(components, model.dtype)[0],
+        weight_bytes=frozen_bytes(model.components.values()),
         adapter_bytes=always_bytes,
         gradient_bytes=gradient_bytes,
         landing_bytes=landing_bytes,
@@ -445,11 +437,10 @@ def adapter_bytes(count: int, state: int, recipe: Recipe, dtype: torch.dtype) ->
 def _block(name: str, seen: _Seen, dtype: torch.dtype) -> Block:
     layers = [layer for layer in seen.block.modules() if isinstance(layer, PackedLinear)]
     packed = [layer for layer in layers if layer.weight_format.unpacks(layer)]
-    in_weights_bytes, in_dense_bytes = _reserved_bytes([seen.block], dtype)
-    dense_bytes = sum(taken_bytes(math.prod(dense_shape(layer)) * dtype.itemsize) for layer in packed) + in_dense_bytes
+    dense_bytes = sum(taken_bytes(math.prod(dense_shape(layer)) * dtype.itemsize) for layer in packed)
     return Block(
         name=name,
-        weight_bytes=frozen_bytes([seen.block]) + in_weights_bytes,
+        weight_bytes=frozen_bytes([seen.block]),
         kept_bytes=max(0, seen.kept_bytes),
         start_bytes=seen.start_bytes,
         rise_bytes=seen.rise_bytes,
@@ -465,18 +456,6 @@ def _block(name: str, seen: _Seen, dtype: torch.dtype) -> Block:
         dense_bytes=dense_bytes,
         unpacking_bytes=dense_bytes + frozen_bytes(packed),
     )
-
-
-def _reserved_bytes(modules: Iterable[nn.Module], dtype: torch.dtype) -> tuple[int, int]:
-    """Return the bytes of rows for LoRA's A in the memory of dense weights, and in the unpacked weights of packed ones.
-
-    ``dtype``: dtype of dense and of unpacked weights.
-    """
-    stored, unpacked = 0, 0
-    for layer in {id(layer): layer for module in modules for layer in module.modules()}.values():
-        found = reserved_bytes(layer, dtype)
-        stored, unpacked = (stored, unpacked + found) if is_packed(layer) else (stored + found, unpacked)
-    return stored, unpacked
 
 
 def _drop_gradient(parameter: Tensor) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -30,7 +29,6 @@ from lora_rocm.export.writers import kohya_tensors
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.kernels import eight_bit_library
 from lora_rocm.kernels.backend import implementation_for
-from lora_rocm.kernels.stacked_rows import rows_stacked
 from lora_rocm.kernels.weight_format import use_implementation
 from lora_rocm.memory.footprint import largest_of
 from lora_rocm.memory.footprint_process import FootprintProcess, can_help
@@ -41,9 +39,6 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.recipe_file import recipe_to_train
 from lora_rocm.train import compilation
 from lora_rocm.train.context import StartContext, pins
-
-STACKED_ON = "cuda"
-"""The device on which LoRA's A is computed in the product of merged layers (``kernels.stacked_rows``)."""
 
 
 @runtime_checkable
@@ -107,8 +102,7 @@ def load_model(
     for name, component in model.components.items():
         _require_finite(component, name, start)
         component.train()  # the base has no dropout; the adapter may have
-    with rows_stacked(choice.stacked and start.device.type == STACKED_ON and not compiled):
-        family.fuse(model, triton=triton and not compiled)
+    family.fuse(model, triton=triton and not compiled)
     for component in model.components.values():
         use_implementation(component, implementation_for(start.device, triton and not compiled))
     memory.implementation = implementation_for(start.device, triton)
@@ -160,21 +154,18 @@ def choose_kernels(
     waits = waits or start.recipe.runtime.deterministic or start.world.size > 1
     if not start.settings.triton:  # after a failure
         return KernelChoice(triton=False)
-    kept = KernelChoice.stored_in(None if start.checkpoint is None else start.checkpoint.facts)
+    facts = None if start.checkpoint is None else start.checkpoint.facts
     if memory.kernels is not None and start.device.type == "cuda":
         _kernel_memory(start).remember(memory.kernels)
-    choice = kernel_choice.choose(
+    return kernel_choice.choose(
         start.device,
         start.dtype,
         memory.kernels,
-        kept=kept,
+        kept=KernelChoice.stored_in(facts),
         limit_s=None if waits else kernel_choice.LIMIT_S,
         context=start.context,
         compilers=compilers,
     )
-    if start.checkpoint is not None:
-        return replace(choice, stacked=kept is not None and kept.stacked)
-    return replace(choice, stacked=kernel_choice.stacks(start.recipe, start.settings, start.device.type == STACKED_ON))
 
 
 def kernels_fact(start: StartContext, choice: KernelChoice) -> dict[str, object] | None:

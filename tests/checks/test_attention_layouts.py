@@ -18,7 +18,6 @@ from lora_rocm.checks.attention_layouts import IN_MODELS, InputLayouts, Layout, 
 from lora_rocm.checks.attention_routes import checked_attention
 from lora_rocm.device.backend_settings import apply
 from lora_rocm.hardware.settings import Settings
-from lora_rocm.kernels.stacked_rows import rows_stacked
 from lora_rocm.rundir.run_context import RunContext
 from tests.checks import cudnn_in_flux
 from tests.checks.layouts_seen import Seen, by_layout, layouts_seen
@@ -48,8 +47,8 @@ def test_layouts_that_hold_no_values() -> None:
         laid_out(values, "expanded")
 
 
-def of_a_pass(its: Its, stacked: bool = False, fuses: bool = True) -> Seen:
-    with pytest.MonkeyPatch.context() as patch, rows_stacked(stacked):
+def of_a_pass(its: Its, fuses: bool = True) -> Seen:
+    with pytest.MonkeyPatch.context() as patch:
         if not fuses:
             patch.setattr(type(its.family), "fuse", lambda *_, **__: None)
         model = Adapted(its, CPU)
@@ -65,7 +64,7 @@ def test_the_layouts_of_the_models_are_those_that_are_tried(name: str, tmp_path:
     sections: list[dict[str, Any]] = [{"targets": [RUN_TARGETS]}] if name.startswith("sd") else []
     sections += [{"targets": ALL.get(name, "attention-mlp"), **more} for more in ({}, {"dropout": 0.1})]
     for section in sections:
-        found = by_layout(of_a_pass(replace(written, lora={"rank": 2, **section}), stacked=True))
+        found = by_layout(of_a_pass(replace(written, lora={"rank": 2, **section})))
         assert found
         for inputs, gradients in found.items():
             assert gradients == {IN_MODELS[inputs]}, (section, inputs)

@@ -78,10 +78,6 @@ def stored(run: Path) -> Any:
     return json.loads((RunDir(run).list_checkpoints()[-1][1] / STATE_FILE).read_bytes())["facts"][FACT]
 
 
-def decision(triton: bool, *plain: str) -> dict[str, object]:
-    return {"triton": triton, "plain": list(plain), "stacked": False}
-
-
 def straight(recipe: Recipe, run: Path) -> bytes:
     assert start(recipe, run)
     return bytes_of(run)
@@ -94,14 +90,14 @@ def test_a_resume_gives_the_same_bytes_on_both_sides_of_a_proof(
     # Not proven in time: plain, in each resume too
     proofs.in_time = False
     plain = straight(recipe, tmp_path / "plain")
-    assert stored(tmp_path / "plain") == decision(True, GEGLU, RESIDUAL)
+    assert stored(tmp_path / "plain") == {"triton": True, "plain": [GEGLU, RESIDUAL]}
     stopped = tmp_path / "stopped"
     assert not start(recipe, stopped, stop_at=2)
     proofs.in_time = True
     fused = straight(recipe, tmp_path / "fused")
-    assert stored(tmp_path / "fused") == decision(True) and fused != plain, "the next run uses it"
+    assert stored(tmp_path / "fused") == {"triton": True, "plain": []} and fused != plain, "the next run uses it"
     assert start(recipe, stopped) and bytes_of(stopped) == plain, "it was proven since"
-    assert stored(stopped) == decision(True, GEGLU, RESIDUAL)
+    assert stored(stopped) == {"triton": True, "plain": [GEGLU, RESIDUAL]}
     told = read_events(RunDir(stopped).events(), "kernels")
     assert [event["plain"] for event in told if not event["kernel"]] == [[GEGLU, RESIDUAL]] * 2
     # Proven: used, in each resume too, after the proof is made again
@@ -124,21 +120,21 @@ def test_a_checkpoint_without_a_decision_resumes_as_before(proofs: Proofs, mater
     state.pop("seal", None)
     path.write_bytes(sealed(state))
     proofs.in_time = True
-    assert start(recipe, run) and bytes_of(run) != plain and stored(run) == decision(True)
+    assert start(recipe, run) and bytes_of(run) != plain and stored(run) == {"triton": True, "plain": []}
 
 
 def test_a_deterministic_run_waits_for_all_proofs(proofs: Proofs, material: Path, tmp_path: Path) -> None:
     proofs.in_time = False
     assert start(make_recipe(material, runtime={"deterministic": True}), tmp_path / "run")
-    assert stored(tmp_path / "run") == decision(True) and {GEGLU, RESIDUAL} < {*proofs.compared}
+    assert stored(tmp_path / "run") == {"triton": True, "plain": []} and {GEGLU, RESIDUAL} < {*proofs.compared}
 
 
 def test_a_wrong_kernel_is_used_in_no_start(proofs: Proofs, material: Path, tmp_path: Path) -> None:
     recipe, run = make_recipe(material), tmp_path / "run"
     proofs.wrong = True
-    assert not start(recipe, run, stop_at=2) and stored(run) == decision(False)
+    assert not start(recipe, run, stop_at=2) and stored(run) == {"triton": False, "plain": []}
     proofs.wrong = False
-    assert start(recipe, run) and stored(run) == decision(False)
+    assert start(recipe, run) and stored(run) == {"triton": False, "plain": []}
     proofs.in_time = False
     assert straight(recipe, tmp_path / "plain") != b""
 

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lora_rocm.checks.kernel_choice import stacks
 from lora_rocm.checks.timing import MeasuredRow, measure
 from lora_rocm.children.measuring import run_reported
 from lora_rocm.device.attention import Call
@@ -156,7 +155,7 @@ def count_calls(
 
     The pass has a micro-batch of the recipe's largest shape.
     """
-    model = meta_model(family, recipe, dtype, on_gpu and settings.triton, stacks(recipe, settings, on_gpu))
+    model = meta_model(family, recipe, dtype, on_gpu and settings.triton)
     rows = -(-recipe.train.batch_size // settings.micro_batch_parts)
     batch, draws = inputs_on_meta(family, largest_of(recipe), rows)
     with fused_attention(settings.attention != "math"), _Attention() as attention, _Products() as products:
