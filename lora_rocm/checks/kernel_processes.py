@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -179,6 +180,8 @@ class KernelCompilers:
             with self._changed:
                 self._waiting[:0] = found.launches
                 self._num_launches_left = len(found.launches)
+        except Exception:  # edge: of a thread; without a list the step compiles its kernels
+            traceback.print_exc()
         finally:  # a start does not wait for a thread that has ended
             with self._changed:
                 self._is_step_known = True

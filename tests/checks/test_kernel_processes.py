@@ -252,7 +252,6 @@ def test_without_a_list_there_is_nothing_to_wait_for(started: Callable[..., Kern
     assert time.monotonic() - began < 20 < kernel_processes.STEP_LIMIT_S and not compilers._waiting
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_fails_is_not_waited_for(started: Callable[..., KernelCompilers]) -> None:
     def fails() -> StepLaunches:
         raise SystemError

@@ -275,7 +275,7 @@ def _of_question(question: str, answer: str, row: RowCells) -> Conversation:
     return _of_turns(row, *(_require(row[column], f"The column {column}") for column in (question, answer)))
 
 
-def _of_turns(row: RowCells, asked: str, answered: Any) -> Conversation:
+def _of_turns(row: RowCells, asked: str, answered: Any) -> Conversation:  # untyped: a cell of any type
     turns = ({"role": ASKS, "content": asked}, {"role": ANSWERS, "content": answered})
     return _conversation(row, [_message(row, turn, "The row") for turn in turns])
 

@@ -54,7 +54,7 @@ class EmbeddingRows:
         self._weight = table.module.weight
         self._weight.data = weight_VD
         self._sums_V = torch.cat([fingerprint(rows_RD) for rows_RD in weight_VD.split(ROWS_AT_ONCE)])
-        table.module.forward = self._rows_of  # type: ignore[method-assign]
+        table.module.forward = self._rows_of  # type: ignore[method-assign] # untyped: mypy has no type for a replaced method
         transfer.extra = self.sent
 
     def close(self) -> None:

@@ -232,7 +232,7 @@ def plain_embedding(model: nn.Module) -> tuple[str, nn.Embedding] | None:
 
     The output head must not use it, it must be frozen without an adapter or new tokens, and not scale its rows.
     """
-    whole: Any = model
+    whole: Any = model  # untyped: a model of transformers
     table = whole.get_input_embeddings()
     if type(table) is not nn.Embedding or table.weight.requires_grad:  # a subclass may scale the rows
         return None

@@ -335,7 +335,7 @@ class CausalLM:
         """Implements ``Answering.prompt_notices``."""
         return {True: [CONTINUED], False: [], None: [UNKNOWN]}[self._is_plain]
 
-    def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:  # untyped: JSON values
         """Return the tokens of a conversation in the format of the recipe's rows."""
         return self.texts.prompt_ids(messages, plain=bool(self._is_plain))
 

@@ -16,7 +16,6 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from lora_rocm.dataset.sources.folders import TABLE_SUFFIXES
 from lora_rocm.errors import LoraRocmError, UserError
 from lora_rocm.foundation.names import usable_stem
 from lora_rocm.page_parts.texts import t
@@ -65,6 +64,8 @@ def choices(request: Request) -> Response:
 
 def _proposed_name(folders: Folders, data: str) -> str:
     """Return a name for a recipe from its folder or table, with a number if it is taken; empty if there is none."""
+    from lora_rocm.dataset.sources.folders import TABLE_SUFFIXES
+
     path = Path(data)
     stem = usable_stem(path.stem if path.suffix.lower() in TABLE_SUFFIXES else path.name) if data else ""
     names = (stem, *(f"{stem}-{number}" for number in range(2, MAX_NAMES)))
