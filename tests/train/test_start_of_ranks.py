@@ -23,8 +23,9 @@ from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.worker_group import environments
-from lora_rocm.train import opened_device, pipeline, session, worker
+from lora_rocm.train import pipeline, session, worker
 from lora_rocm.train.context import Data, StartContext
+from lora_rocm.train.opened_device import OpenedDevice
 from tests.event_lines import read_events
 from tests.train.runs import make_recipe, material
 from tests.wording import says
@@ -144,7 +145,8 @@ def test_other_software_is_refused(
 
 def test_another_number_format_is_refused(material: Path, start: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     formats = (torch.float32, torch.bfloat16)  # a card that computes one that the other does not
-    monkeypatch.setattr(opened_device, "compute_dtype", lambda *args: formats[start.rank])
+    result = OpenedDevice.result
+    monkeypatch.setattr(OpenedDevice, "result", lambda opened: (formats[start.rank], result(opened)[1]))
     ends = start([make_recipe(material, **SHORT)] * 2)
     assert refusals(ends, "software") == ["precision: rank 0 has torch.float32, rank 1 has torch.bfloat16"] * 2
 
