@@ -40,6 +40,11 @@ class DeviceMemory:
     is_counted: bool
 
 
+def shares_main_memory(device: torch.device) -> bool:
+    """Whether a device is a GPU that lacks dedicated memory (an APU). False for the CPU."""
+    return device.type == "cuda" and bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", False))
+
+
 def read_memory(device: torch.device) -> DeviceMemory:
     """Read a GPU's current memory.
 

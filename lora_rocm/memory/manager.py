@@ -15,6 +15,7 @@ from torch import nn
 from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.device.allocator import empty_pools, room_bytes
 from lora_rocm.device.attention import Context, context_of
+from lora_rocm.device.device_memory import shares_main_memory
 from lora_rocm.device.placement.embedding_rows import TokenTable
 from lora_rocm.device.placement.offloaded import Offload, Offloaded
 from lora_rocm.device.torch_errors import out_of_memory
@@ -295,8 +296,7 @@ def decide(
         UserError: "does-not-fit", the smallest plan exceeds the budget.
     """
     on_gpu = device.type == "cuda"
-    shared = on_gpu and bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", 0))
-    job = job_of(recipe, settings, on_gpu=on_gpu, can_offload=not shared, shapes=shapes)
+    job = job_of(recipe, settings, on_gpu=on_gpu, can_offload=not shares_main_memory(device), shapes=shapes)
     if not on_gpu and recipe.runtime.memory != "selective":
         asked = job.modes[0] if len(job.modes) == 1 else None
         return MemoryManager(job, "keep" not in job.modes, asked, context)

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from lora_rocm.device.device_memory import shares_main_memory
 from lora_rocm.device.placement.base import Placement, Resident
 from lora_rocm.device.placement.streamed import Streamed, free_for_encoder
 from lora_rocm.device.process_group import World
@@ -93,7 +94,7 @@ def transfer_of(start: StartContext) -> DeviceTransfer:
 def encoder_placement(start: StartContext, device: torch.device) -> Placement:
     """Return a new placement for an encoder on a device. On a discrete GPU it can stream layers from main memory."""
     on = replace(start, device=device)
-    if device.type != "cuda" or getattr(torch.cuda.get_device_properties(device), "is_integrated", False):
+    if device.type != "cuda" or shares_main_memory(device):
         return Resident(transfer_of(on))
     return Streamed(
         partial(transfer_of, on), partial(free_for_encoder, device, start.settings), pins(on), start.context

@@ -6,6 +6,7 @@ import os
 
 import psutil
 
+from lora_rocm.device.device_memory import shares_main_memory
 from lora_rocm.families.base import ModelFamily
 from lora_rocm.train.context import StartContext
 from lora_rocm.train.dry_run import TakesSource
@@ -21,7 +22,8 @@ SPARE_BYTES = 4 * 2**30
 def read_base_early(start: StartContext, family: ModelFamily) -> None:
     """Start to read the trained components, if main memory also has room for those that encode.
 
-    Without a GPU the threads would take the cores from encoding. Nothing is read early if an objective compares with
+    Without a GPU the threads would take the cores from encoding. A GPU without dedicated memory needs main
+    memory for the encoders twice while they are copied. Nothing is read early if an objective compares with
     the model's initial outputs, because these are computed with the base while samples are encoded. The session ends
     the reading.
 
@@ -32,7 +34,7 @@ def read_base_early(start: StartContext, family: ModelFamily) -> None:
     """
     if start.device.type != "cuda" or not isinstance(family, TakesSource) or (os.cpu_count() or 1) < MIN_CORES:
         return
-    if start_encoders(start.recipe, family, start.dtype):
+    if shares_main_memory(start.device) or start_encoders(start.recipe, family, start.dtype):
         return
     skeletons = {name: family.skeleton(name) for name in family.all_components}
     num_bytes = component_bytes(family, start.recipe, skeletons, start.dtype)

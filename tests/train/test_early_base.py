@@ -17,7 +17,7 @@ from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.train import early_base
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
 
-ROOM, CUDA, CPU = 64 * 2**30, torch.device("cuda"), torch.device("cpu")
+ROOM, CUDA, SHARED, CPU = 64 * 2**30, torch.device("cuda"), torch.device("cuda:1"), torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +27,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("device", "room", "cores", "read"),
-    [(CUDA, ROOM, 8, 1), (CPU, ROOM, 8, 0), (CUDA, 2**30, 8, 0), (CUDA, ROOM, 2, 0)],
-    ids=["all", "no GPU", "no memory", "few cores"],
+    [(CUDA, ROOM, 8, 1), (CPU, ROOM, 8, 0), (SHARED, ROOM, 8, 0), (CUDA, 2**30, 8, 0), (CUDA, ROOM, 2, 0)],
+    ids=["all", "no GPU", "shared memory", "no memory", "few cores"],
 )
 def test_the_base_is_read_early_where_that_helps(
     model: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device, room: int, cores: int, read: int
@@ -43,6 +43,8 @@ def test_the_base_is_read_early_where_that_helps(
         return original(*arguments)
 
     monkeypatch.setattr(loading, "read_hashed", counted)
+    properties = {CUDA: SimpleNamespace(is_integrated=False), SHARED: SimpleNamespace(is_integrated=True)}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties[device])
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=room))
     monkeypatch.setattr(early_base.os, "cpu_count", lambda: cores)
     world = SimpleNamespace(size=1)
