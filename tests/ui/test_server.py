@@ -117,14 +117,25 @@ def _ask(asked: http.client.HTTPConnection, headers: dict[str, str], count: int)
         assert answer.status == wanted, (method, path)
 
 
+def _received(raw: socket.socket) -> bytes:
+    """What the server sends within 10 s: nothing where it has ended the connection, in order or by a reset."""
+    raw.settimeout(10)
+    try:
+        return raw.recv(65536)
+    except TimeoutError:
+        raise
+    except OSError:
+        return b""
+
+
 def test_damaged_requests_do_not_harm(served: PageServer) -> None:
     port = served.context.access.port
     for head in (b"\0\0\0\0\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET " + b"x" * 200_000, b"POST / HTTP/1.1\r\n\r\n"):
         with socket.create_connection(("127.0.0.1", port), 10) as raw:
-            raw.sendall(head)
-            raw.shutdown(socket.SHUT_WR)
-            raw.settimeout(10)
-            assert raw.recv(65536)[:9] in (b"HTTP/1.1 ", b"")
+            with contextlib.suppress(OSError):  # the server may have ended the connection before it read all of this
+                raw.sendall(head)
+                raw.shutdown(socket.SHUT_WR)
+            assert _received(raw)[:9] in (b"HTTP/1.1 ", b"")
     with connected(served) as (asked, headers):
         asked.request("GET", "/runs", headers=headers)
         assert asked.getresponse().status == 200
@@ -150,11 +161,9 @@ def test_slow_clients_are_cut_and_do_not_stop_others(served: PageServer, monkeyp
         asked.request("GET", "/runs", headers=headers)
         assert asked.getresponse().status == 200 and time.monotonic() - began < 5
     for raw in slow:
-        raw.settimeout(10)
-        assert raw.recv(100) == b""
+        assert _received(raw) == b""
         raw.close()
-    body.settimeout(10)
-    assert b" 408 " in body.recv(1000)
+    assert b" 408 " in _received(body)
     body.close()
 
 
