@@ -33,20 +33,34 @@ def _int8_code(value):
 
 
 @triton.jit
-def _scaled_values(x, factor, at, column, inside, FACTOR: tl.constexpr):
+def _rotated(value, GROUP: tl.constexpr):
+    """Rotate each ``GROUP`` consecutive numbers (``rotation.rotated``); 0 rotates nothing. Bits equal plain PyTorch's,
+    because each sum has two terms."""
+    found = value
+    for stage in tl.static_range(4):
+        if 4**stage < GROUP:
+            fours = tl.reshape(found, [value.numel // 4 ** (stage + 1), 2, 2, 4**stage])
+            halves = tl.sum(tl.sum(fours, axis=2), axis=1) * 0.5
+            found = tl.reshape(halves[:, None, None, :] - fours, value.shape)
+    return found
+
+
+@triton.jit
+def _scaled_values(x, factor, at, column, inside, FACTOR: tl.constexpr, GROUP: tl.constexpr):
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if FACTOR:
         value = value * tl.load(factor + column, mask=inside, other=0.0)
-    return value
+    return _rotated(value, GROUP)
 
 
 @triton.jit
 def scale_rows(
     x, factor, words, scale, stride, width, largest, tiny,
-    FP8: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr,
+    FP8: tl.constexpr, FACTOR: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write a row's codes, four in a word, and its scale; one program per row. ``width`` is a multiple of 4.
 
+    It is a multiple of ``GROUP`` too, in which numbers are rotated first; 0 rotates nothing.
     The largest magnitude gets the code of ``largest``. Magnitudes are compared as integers: NaN is then the
     largest, and the scale of its row is NaN.
     """
@@ -55,7 +69,7 @@ def scale_rows(
     peaks = tl.zeros([BLOCK // 4, 4], tl.int32)
     for begin in range(0, width, BLOCK):
         column = begin + word[:, None] * 4 + byte
-        value = _scaled_values(x, factor, row * stride + column, column, column < width, FACTOR)
+        value = _scaled_values(x, factor, row * stride + column, column, column < width, FACTOR, GROUP)
         size_bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         peaks = tl.where(size_bits > peaks, size_bits, peaks)
     peak_bits = tl.max(tl.max(peaks, axis=1), axis=0)
@@ -65,7 +79,7 @@ def scale_rows(
     inverse = tl.math.div_rn(largest.to(tl.float32), peak)
     for begin in range(0, width, BLOCK):
         column = begin + word[:, None] * 4 + byte
-        value = _scaled_values(x, factor, row * stride + column, column, column < width, FACTOR) * inverse
+        value = _scaled_values(x, factor, row * stride + column, column, column < width, FACTOR, GROUP) * inverse
         if FP8:
             code = _e4m3_code(value)
         else:
@@ -96,31 +110,44 @@ def turn_codes(words, turned, row_groups, row_words, TILE: tl.constexpr):
 
 
 @triton.jit
-def scale_sums(sums, scale, factor, bias, out, width, FACTOR: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write int32 sums times the scales of their row and column, plus a bias; one program per block of a row."""
+def scale_sums(
+    sums, scale, factor, bias, out, width,
+    FACTOR: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write int32 sums times the scales of their row and column, rotated, plus a bias; one program per block of a row.
+
+    ``width`` is a multiple of ``GROUP``; 0 rotates nothing.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     value = tl.load(sums + row * width + column, mask=inside, other=0).to(tl.float32) * tl.load(scale + row)
     if FACTOR:
         value = value * tl.load(factor + column, mask=inside, other=0.0)
+    value = _rotated(value, GROUP)
     if BIAS:
         value = value + tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=inside)
 
 
 def launch_rows(
-    x_MN: Tensor, factor_N: Tensor | None, codes_MN: Tensor, scale_M1: Tensor, largest: float, tiny: float
+    x_MN: Tensor,
+    factor_N: Tensor | None,
+    codes_MN: Tensor,
+    scale_M1: Tensor,
+    largest: float,
+    tiny: float,
+    group: int,
 ) -> None:
     """Write the codes (int8) and scales of rows. Numbers of ``x_MN`` are multiplied by ``factor_N`` if it is given.
 
-    ``largest``: largest storable number; 127 means int8, and any other number fp8.
+    ``largest``: largest storable number; 127 means int8, and any other number fp8. ``group``: see ``scale_rows``.
     """
     width = x_MN.shape[1]
     scale_rows[(len(x_MN),)](
         x_MN, x_MN if factor_N is None else factor_N, codes_MN.view(torch.int32), scale_M1,
         x_MN.stride(0), width, largest, tiny,
-        FP8=largest != 127, FACTOR=factor_N is not None, BLOCK=BLOCK, num_warps=WARPS, **LAUNCH,
+        FP8=largest != 127, FACTOR=factor_N is not None, GROUP=group, BLOCK=BLOCK, num_warps=WARPS, **LAUNCH,
     )  # fmt: skip
 
 
@@ -132,11 +159,11 @@ def launch_turn(codes_NK: Tensor, turned_KN: Tensor) -> None:
 
 
 def launch_sums(
-    sums_MN: Tensor, scale_M1: Tensor, factor_N1: Tensor | None, bias_N: Tensor | None, out_MN: Tensor
+    sums_MN: Tensor, scale_M1: Tensor, factor_N1: Tensor | None, bias_N: Tensor | None, out_MN: Tensor, group: int
 ) -> None:
     """Write the scaled sums of integer products; see ``eight_bit.scaled_sums``."""
     rows, width = sums_MN.shape
     scale_sums[(rows, triton.cdiv(width, SUMS))](
         sums_MN, scale_M1, scale_M1 if factor_N1 is None else factor_N1, scale_M1 if bias_N is None else bias_N, out_MN,
-        width, FACTOR=factor_N1 is not None, BIAS=bias_N is not None, BLOCK=SUMS, **LAUNCH,
+        width, FACTOR=factor_N1 is not None, BIAS=bias_N is not None, GROUP=group, BLOCK=SUMS, **LAUNCH,
     )  # fmt: skip

@@ -14,7 +14,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,10 +22,11 @@ from torch import Tensor, nn
 
 from lora_rocm.kernels import backend
 from lora_rocm.kernels.backend import Implementation
-from lora_rocm.kernels.base_product import BaseProduct
+from lora_rocm.kernels.base_product import BaseProduct, UnpackedProduct
 from lora_rocm.kernels.eight_bit import CODES, EightBitProduct
 from lora_rocm.kernels.eight_bit_library import MULTIPLE
-from lora_rocm.kernels.weight_format import DENSE, PackedLinear, WeightFormat, unpacked_product
+from lora_rocm.kernels.rotation import group_of, rotated
+from lora_rocm.kernels.weight_format import DENSE, PackedLinear, WeightFormat, joined, unpacked_product
 
 BLOCK, NESTED_BLOCK = 64, 256
 CELLS = 16  # from 0 to 1; a cell is narrower than the least distance (0.08) of two limits between levels
@@ -89,12 +90,13 @@ class ScaledRows(QuantisedLinears):
     """int8 or fp8 with a float32 scale per row, which maps the row's largest magnitude to the largest storable number.
 
     stored: torch.int8 or torch.float8_e4m3fn.
-    multiplies: whether large inputs are multiplied in eight bits (``EightBitProduct``), and not by the dense weight. It
-        changes no stored byte.
+    multiplies: whether large inputs are multiplied in eight bits (``EightBitProduct``), and not by the dense weight.
+    rotates: whether the layers that are multiplied so store rotated rows (``rotation``).
     """
 
     stored: torch.dtype = torch.int8
     multiplies: bool = False
+    rotates: bool = False
 
     @property
     def name(self) -> str:
@@ -107,10 +109,10 @@ class ScaledRows(QuantisedLinears):
         divisor = torch.tensor(float(largest), device=weight_OI.device)
         stored_OI = torch.empty_like(weight_OI, dtype=self.stored)
         scale_O1 = torch.empty_like(weight_OI[:, :1], dtype=torch.float32)
-        pieces = _pieces(len(weight_OI), layer.in_features, weight_OI)
+        pieces, group = _pieces(len(weight_OI), layer.in_features, weight_OI), self.group(layer)
         scaled_RI, sizes_RI = (torch.empty_like(weight_OI[pieces[0]], dtype=torch.float32) for _ in range(2))
         for rows in pieces:
-            scaled = scaled_RI[: rows.stop - rows.start].copy_(weight_OI[rows])
+            scaled = scaled_RI[: rows.stop - rows.start].copy_(rotated(weight_OI[rows], group))
             sizes = torch.abs(scaled, out=sizes_RI[: len(scaled)])
             torch.div(sizes.amax(dim=1, keepdim=True).clamp_(min=TINY), divisor, out=scale_O1[rows])
             scaled.div_(scale_O1[rows])
@@ -124,16 +126,33 @@ class ScaledRows(QuantisedLinears):
     def product(self, layers: Sequence[PackedLinear], dtype: torch.dtype) -> BaseProduct:
         if any(map(self.unpacks, layers)):
             return unpacked_product(layers, dtype)
-        return EightBitProduct(layers, CODES[self.stored], dtype)
+        stored = UnpackedProduct(partial(joined, layers, dtype, self._write_stored))
+        return EightBitProduct(layers, CODES[self.stored], dtype, stored, self.group(layers[0]))
 
-    def unpacks(self, layer: PackedLinear) -> bool:
+    def unpacks(self, layer: nn.Linear) -> bool:
         return not self.multiplies or layer.in_features % MULTIPLE > 0 or layer.out_features % MULTIPLE > 0
+
+    def group(self, layer: nn.Linear) -> int:
+        """Return the number of inputs of a layer that are rotated together, or 0."""
+        return 0 if not self.rotates or self.unpacks(layer) else group_of(layer.in_features)
 
     def stored_bytes(self, layer: nn.Linear, dtype: torch.dtype) -> int:
         return layer.weight.numel() * self.stored.itemsize + layer.out_features * torch.float32.itemsize
 
     def unpack(self, layer: PackedLinear, implementation: Implementation, out_OI: Tensor) -> None:
-        scale_O1 = layer.get_buffer("weight_scale")
+        group, scale_O1 = self.group(layer), layer.get_buffer("weight_scale")
+        if not group:
+            self._write_stored(layer, out_OI, implementation)
+            return
+        # Rotated rows are for export and checks, so there is no kernel for them: products read the stored numbers.
+        for rows in _pieces(len(out_OI), layer.in_features, out_OI):
+            out_OI[rows] = rotated(layer.weight[rows] * scale_O1[rows], group)
+
+    def _write_stored(
+        self, layer: PackedLinear, out_OI: Tensor, implementation: Implementation | None = None
+    ) -> None:
+        """Write the numbers as they are stored, which may be rotated, rounded to the dtype of ``out_OI``."""
+        implementation, scale_O1 = implementation or layer.implementation, layer.get_buffer("weight_scale")
         if backend.decided(implementation, lambda: f"quantised.unpack: {self.name}") == "triton":
             if backend.launches(implementation, out_OI, lambda: f"quantised.unpack: {self.name}"):
                 from lora_rocm.kernels.unpack_triton import launch_rows
@@ -306,14 +325,19 @@ def dynamic_map() -> tuple[float, ...]:
     return tuple(sorted(values))
 
 
-def quantised(name: str, layers: str, compute: str = "bf16") -> WeightFormat:
+def quantised(name: str, layers: str, compute: str = "bf16", *, rotates: bool = True) -> WeightFormat:
     """Return the weight format for a value of ``model.quantization``, and its product for one of ``model.compute``.
 
-    ``layers``: see ``QuantisedLinears``. ``compute``: "bf16", or ``name`` for products in eight bits.
+    Args:
+        name: value of ``model.quantization``.
+        layers: see ``QuantisedLinears``.
+        compute: "bf16", or ``name`` for products in eight bits.
+        rotates: whether layers that are multiplied in int8 are rotated. fp8 has no use for it: its steps grow with the
+            numbers.
     """
     formats: dict[str, Any] = {
         "none": lambda: DENSE,
-        "int8": lambda: ScaledRows(layers, multiplies=compute == name),
+        "int8": lambda: ScaledRows(layers, multiplies=compute == name, rotates=rotates and compute == name),
         "fp8": lambda: ScaledRows(layers, torch.float8_e4m3fn, multiplies=compute == name),
         "nf4": lambda: Nf4(layers),
     }

@@ -6,7 +6,7 @@ estimate work on these tensors in any dtype, so they need not know the format.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -189,18 +189,25 @@ def product_of(layers: Sequence[PackedLinear], dtype: torch.dtype) -> BaseProduc
 
 def unpacked_product(layers: Sequence[PackedLinear], dtype: torch.dtype) -> UnpackedProduct:
     """Return a product that makes the dense weights of packed layers in each pass."""
-    return UnpackedProduct(partial(_joined_weights, layers, dtype))
+    return UnpackedProduct(partial(joined, layers, dtype, _unpack))
 
 
-def _joined_weights(layers: Sequence[PackedLinear], dtype: torch.dtype) -> Tensor:
-    """Return the dense weights of packed layers with the same inputs, concatenated by rows."""
-    if len(layers) == 1:
-        return layers[0].dense(dtype)
+def joined(
+    layers: Sequence[PackedLinear], dtype: torch.dtype, write: Callable[[PackedLinear, Tensor], object]
+) -> Tensor:
+    """Return numbers of packed layers with the same inputs, concatenated by rows.
+
+    ``write``: writes the numbers of a layer to a tensor [O, I] of this dtype.
+    """
     rows = [layer.out_features for layer in layers]
-    weight_OI = note_shared(layers[0].weight.new_empty(sum(rows), layers[0].in_features, dtype=dtype))
-    for layer, part_OI in zip(layers, weight_OI.split(rows), strict=True):
-        layer.dense(dtype, out_OI=part_OI)
-    return weight_OI
+    joined_OI = note_shared(layers[0].weight.new_empty(sum(rows), layers[0].in_features, dtype=dtype))
+    for layer, part_OI in zip(layers, joined_OI.split(rows), strict=True):
+        write(layer, part_OI)
+    return joined_OI
+
+
+def _unpack(layer: PackedLinear, out_OI: Tensor) -> None:
+    layer.dense(out_OI.dtype, None, out_OI)
 
 
 def use_implementation(component: nn.Module, implementation: Implementation) -> None:

@@ -57,7 +57,7 @@ def test_rows_are_codes_times_a_scale(code: EightBitCode) -> None:
     x_MN = torch.randn(20, 64) * torch.logspace(-25, 25, 20)[:, None]
     x_MN[3] = 0
     given = x_MN.clone()
-    codes_MN, scale_M1 = scaled_rows(x_MN, code, None, "eager")
+    codes_MN, scale_M1 = scaled_rows(x_MN, code, None, 0, "eager")
     numbers_MN = codes_MN.view(code.stored).float()
     assert torch.equal(x_MN, given) and codes_MN.dtype is torch.int8 and scale_M1.shape == (20, 1)
     assert torch.equal(numbers_MN.abs().amax(1), torch.where(x_MN.any(1), code.largest, 0.0))
@@ -193,7 +193,7 @@ def test_scales_are_padded_because_whole_tiles_are_read() -> None:
         scale_M1 = torch.rand(count, 1)
         found = padded(scale_M1)
         assert torch.equal(found, scale_M1) and found.untyped_storage().nbytes() >= 4 * (-(-count // 256) * 256)
-    made = scaled_rows(torch.randn(20, 64), INT8, None, "eager")[1]
+    made = scaled_rows(torch.randn(20, 64), INT8, None, 0, "eager")[1]
     assert padded(made) is made, "these have the room already"
 
 

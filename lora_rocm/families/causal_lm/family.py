@@ -83,6 +83,7 @@ class CausalLM:
 
     name = "causal-lm"
     text_components: tuple[str, ...] = ()
+    rotates = True
     inpaints = False
     all_components = (COMPONENT,)
     encoder_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
@@ -237,7 +238,7 @@ class CausalLM:
 
     def weight_format(self, component: str) -> WeightFormat:
         model = self.recipe.model
-        return quantised(model.quantization, r"(^|\.)layers\.\d+\.", model.compute)
+        return quantised(model.quantization, r"(^|\.)layers\.\d+\.", model.compute, rotates=self.rotates)
 
     def blocks(self, model: LoadedModel) -> list[nn.Module]:
         return list(self._layers(model).children())

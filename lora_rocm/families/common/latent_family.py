@@ -50,6 +50,7 @@ class LatentFamily(ABC):
     component: str
     packed_layers: str
     text_components: tuple[str, ...] = ()
+    rotates = True
     texts = None
     partly = False
     """Whether a single file may lack components that a run needs. Set for checks that do not start a run."""
@@ -153,9 +154,9 @@ class LatentFamily(ABC):
 
     def weight_format(self, component: str) -> WeightFormat:
         model = self.recipe.model
-        return (
-            quantised(model.quantization, self.packed_layers, model.compute) if component == self.component else DENSE
-        )
+        if component != self.component:
+            return DENSE
+        return quantised(model.quantization, self.packed_layers, model.compute, rotates=self.rotates)
 
     def sample_meta(
         self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]

@@ -1,0 +1,39 @@
+"""Rotation of the inputs of a layer in groups, which spreads a large input over its group (ConvRot, arXiv 2512.03673).
+
+A group's matrix is the Kronecker product of H = J / 2 - I, of 4 numbers (J has only ones). H is a regular Hadamard
+matrix divided by 2: symmetric, orthogonal, and all its rows have the same sum. So the rotation is its own inverse, and
+inputs that are all equal stay as they are; Sylvester's matrix would add them up to one large number.
+
+ConvRot's matrix is the product of H with its columns reversed. Its numbers of a group are these in reverse order.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+GROUPS = (256, 64, 16)
+"""Numbers of inputs that are rotated together. They are powers of 4; 256 is the number of ConvRot's published files."""
+
+
+def group_of(inputs: int) -> int:
+    """Return the largest group for a number of inputs, or 0 if there is none."""
+    return next((group for group in GROUPS if inputs % group == 0), 0)
+
+
+def rotated(x: Tensor, group: int) -> Tensor:
+    """Return the rotated rows as a new float32 tensor. With ``group`` 0 nothing is rotated.
+
+    Sums are (a + b) + (c + d), as in the kernels, so that both give the same bits.
+
+    Args:
+        x: numbers [..., N].
+        group: 0, or one of ``GROUPS`` that divides N.
+    """
+    found, apart = x.float(), 1
+    while apart < group:
+        fours = found.reshape(-1, 2, 2, apart)
+        pairs = fours[:, :, 0] + fours[:, :, 1]
+        halves = (pairs[:, 0] + pairs[:, 1]).mul_(0.5)
+        found = (halves[:, None, None] - fours).view(x.shape)
+        apart *= 4
+    return found
