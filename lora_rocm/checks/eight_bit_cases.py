@@ -15,7 +15,7 @@ SHAPES = ((144, 336), (128, 128), (16, 1168))
 
 
 def rows_of(name: str, implementation: Implementation, device: torch.device) -> dict[str, Tensor]:
-    """Codes and scales of rows with zeros only, tiny, large and faulty numbers; with and without factors, and rotated."""
+    """Codes and scales of rows with zeros only, tiny, large and faulty numbers; with factors, rotated, and plain."""
     rng = torch.Generator().manual_seed(SEED)
     x_MN, factor_N1 = torch.randn(ROWS, WIDTH, generator=rng), torch.rand(WIDTH, 1, generator=rng) + 0.01
     x_MN[:4] *= torch.tensor([0.0, 1e-20, 1e20, 1.0])[:, None]

@@ -4,8 +4,8 @@ The layer's codes are multiplied as they are stored, each row with its own scale
 y = (q(x) W^T) * scale of x * s, where q rounds each row of x to int8 or e4m3fn, its largest magnitude to the largest
 storable number. Backward: dx = (q(dy * s) W) * scale of dy * s, so the weights are not rounded again.
 
-One large number makes the step of int8 larger for its whole row. So the inputs of int8 layers are rotated (``rotation``).
-The codes are those of W R, where R is its own inverse: y = q(x R) (W R)^T, and dx = (q(dy) W R) R.
+One large number makes the step of int8 larger for its whole row. So the inputs of int8 layers are rotated
+(``rotation``). The codes are of W R, where R is its own inverse: y = q(x R) (W R)^T, and dx = (q(dy) W R) R.
 
 The eager implementation multiplies the same codes in float32 on the CPU, and in the input's dtype on a GPU. All codes
 are exact in it.

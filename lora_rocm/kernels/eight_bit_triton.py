@@ -34,8 +34,10 @@ def _int8_code(value):
 
 @triton.jit
 def _rotated(value, GROUP: tl.constexpr):
-    """Rotate each ``GROUP`` consecutive numbers (``rotation.rotated``); 0 rotates nothing. Bits equal plain PyTorch's,
-    because each sum has two terms."""
+    """Rotate each ``GROUP`` consecutive numbers (``rotation.rotated``); 0 rotates nothing.
+
+    Bits equal plain PyTorch's, because each sum has two terms.
+    """
     found = value
     for stage in tl.static_range(4):
         if 4**stage < GROUP:

@@ -148,9 +148,7 @@ class ScaledRows(QuantisedLinears):
         for rows in _pieces(len(out_OI), layer.in_features, out_OI):
             out_OI[rows] = rotated(layer.weight[rows] * scale_O1[rows], group)
 
-    def _write_stored(
-        self, layer: PackedLinear, out_OI: Tensor, implementation: Implementation | None = None
-    ) -> None:
+    def _write_stored(self, layer: PackedLinear, out_OI: Tensor, implementation: Implementation | None = None) -> None:
         """Write the numbers as they are stored, which may be rotated, rounded to the dtype of ``out_OI``."""
         implementation, scale_O1 = implementation or layer.implementation, layer.get_buffer("weight_scale")
         if backend.decided(implementation, lambda: f"quantised.unpack: {self.name}") == "triton":

@@ -97,6 +97,21 @@ def test_plain_fp8_is_not_rounded_again(tmp_path: Path) -> None:
         assert not torch.equal(dense_weight(quantised("fp8", "").packed(again)), wanted)
 
 
+def test_codes_of_an_int8_file_are_kept_unless_products_need_rotated_ones(tmp_path: Path) -> None:
+    packed = [quantised("int8", "").packed(layer) for layer in stack() if isinstance(layer, nn.Linear)]
+    file = tmp_path / "w.safetensors"
+    codes = {f"{number}.weight": layer.weight.data for number, layer in enumerate(packed)}
+    scales = {f"{number}.weight_scale": layer.get_buffer("weight_scale") for number, layer in enumerate(packed)}
+    rest = {key: tensor for key, tensor in stack().state_dict().items() if key not in codes}
+    save_file(rest | codes | scales, file)
+    for compute, kept in (("bf16", True), ("int8", False)):
+        module = loaded(file, quantised("int8", "", compute))
+        for number, layer in enumerate(packed):
+            found = module.get_submodule(f"{number}")
+            assert torch.equal(found.weight, layer.weight) == kept  # type: ignore[arg-type]
+            torch.testing.assert_close(dense_weight(found), dense_weight(layer), atol=0.01, rtol=0)
+
+
 @pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "fp8")), "nf4"])
 def test_a_model_of_a_family_too(tiny_sdxl: Path, name: str) -> None:
     at_once = Sdxl(tiny_recipe(tiny_sdxl, model={"quantization": name})).load(torch.bfloat16, CPU).components["unet"]

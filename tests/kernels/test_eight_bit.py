@@ -149,11 +149,13 @@ def test_nothing_is_kept_or_unpacked_for_the_backward_pass(monkeypatch: pytest.M
         assert layer.weight_format.unpacks(layer) == (compute == "bf16")
 
 
-def test_stored_bytes_do_not_depend_on_the_products() -> None:
+def test_stored_bytes_depend_on_the_products_only_where_they_are_rotated() -> None:
     layer = nn.Linear(64, 48).requires_grad_(False)
-    for name in ("int8", "fp8"):
-        one, other = (quantised(name, "", compute).packed(layer).state_dict() for compute in (name, "bf16"))
-        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    for name, rotates, same in (("int8", True, False), ("int8", False, True), ("fp8", True, True)):
+        plain = quantised(name, "", "bf16").packed(layer).state_dict()
+        found = quantised(name, "", name, rotates=rotates).packed(layer).state_dict()
+        assert found.keys() == plain.keys() and torch.equal(found["weight"], plain["weight"]) == same
+        assert {key: tensor.shape for key, tensor in found.items()} == {key: t.shape for key, t in plain.items()}
 
 
 def test_a_product_of_e4m3fnuz_is_that_of_e4m3fn_with_the_scale_doubled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,10 @@ from lora_rocm.checks.kernel_check import (
     first_wrong,
 )
 from lora_rocm.hardware.archs import triton_takes, triton_versions
+from lora_rocm.kernels import eight_bit
 from lora_rocm.kernels.gated import Activation, activated
 from lora_rocm.kernels.quantised import quantised
+from lora_rocm.kernels.rotation import rotated
 
 triton = pytest.importorskip("triton")
 
@@ -74,6 +76,15 @@ def test_every_kernel_is_right_in_machine_code(arch: str, dtype: str) -> None:
     card = Card(arch)
     assert run(card, (*TINY, *OF_FORMAT.get(dtype, ())[:1]), dtype) is None
     assert set(card.launched) == kernels() - (set() if dtype == "bfloat16" else OF_BFLOAT16)
+
+
+def test_a_wrong_rotation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the codes of inputs, and in the gradient that is rotated back."""
+    cases = [
+        case for case in OF_EIGHT_BITS if case.kernel in ("eight_bit.scaled_rows: int8", "eight_bit.scaled_sums: int8")
+    ]
+    monkeypatch.setattr(eight_bit, "rotated", lambda x, group: rotated(x, group // 4 if group == 64 else group))
+    assert [run(Card("gfx1201"), [case], "bfloat16") is None for case in cases] == [False, False]
 
 
 @pytest.mark.slow
