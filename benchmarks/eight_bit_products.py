@@ -6,7 +6,8 @@ Layers of FLUX.1, Z-Image and SDXL at 1,024 px, batch 1, and of Llama 8B with 4,
 LoRA of rank 16. One input in 100 is 20 times as large, as activations of transformers are. Times are of
 the base product alone, forward and backward (the gradient of the input), as a captured graph of several calls. ``bf16``
 is a dense bf16 weight, ``unpacked`` the stored weight unpacked for each pass, and ``eight bit`` the product of codes
-with all of its parts: ``rows`` scaling, ``turned`` the transposed codes, and the product itself.
+with all of its parts: ``rows`` scaling (and in int8 the rotation of inputs), ``turned`` the transposed codes, and the
+product itself. In int8 the gradient is rotated back in the kernel that scales the sums.
 
 Errors are relative to the stored weight's exact product in float64: of the output, the gradient of the input, and the
 gradients of A and B. They contain no rounding of the weights. ``--toy`` rehearses on the CPU. After ``--limit-s``
@@ -33,7 +34,7 @@ from torch import Tensor, nn  # noqa: E402
 from lora_rocm.errors import MachineError  # noqa: E402
 from lora_rocm.kernels import eight_bit_library  # noqa: E402
 from lora_rocm.kernels.backend import implementation_for  # noqa: E402
-from lora_rocm.kernels.eight_bit import CODES, EightBitProduct, scaled_rows, turned  # noqa: E402
+from lora_rocm.kernels.eight_bit import EightBitProduct, scaled_rows, turned  # noqa: E402
 from lora_rocm.kernels.fused_lora import lora_linear  # noqa: E402
 from lora_rocm.kernels.quantised import quantised  # noqa: E402
 from lora_rocm.kernels.weight_format import PackedLinear, dense_weight, product_of, unpacked_product  # noqa: E402
@@ -143,7 +144,7 @@ class Layer:
         layer, rows = self.packed, [self.shape.outputs]
         eight, unpacked = product_of([layer], torch.bfloat16), unpacked_product([layer], torch.bfloat16)
         assert isinstance(eight, EightBitProduct)
-        code, scale = CODES[layer.weight_format.stored], layer.get_buffer("weight_scale")  # type: ignore[attr-defined]
+        code, scale, group = eight.code, layer.get_buffer("weight_scale"), eight.group
         parts: dict[str, Callable[[], object]] = {
             "bf16_forward": lambda: self.x_MI @ self.dense_OI.t(),
             "bf16_backward": lambda: self.dy_MO @ self.dense_OI,
@@ -151,8 +152,8 @@ class Layer:
             "unpacked_backward": lambda: unpacked.input_gradient([self.dy_MO], None),
             "eight_forward": lambda: eight.outputs(self.x_MI, None, rows, False),
             "eight_backward": lambda: eight.input_gradient([self.dy_MO], None),
-            "rows_forward": lambda: scaled_rows(self.x_MI, code, None, layer.implementation),
-            "rows_backward": lambda: scaled_rows(self.dy_MO, code, scale, layer.implementation),
+            "rows_forward": lambda: scaled_rows(self.x_MI, code, None, group, layer.implementation),
+            "rows_backward": lambda: scaled_rows(self.dy_MO, code, scale, 0, layer.implementation),
             "turned": lambda: turned(layer.weight, layer.implementation),
         }
         with torch.no_grad():

@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # benchmarks share helpers with each other
 
 import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
 
 from benchmarks.llama_8b import LLAMA_8B, TOY  # noqa: E402
 from lora_rocm.adapters.attach import inject  # noqa: E402
@@ -154,7 +154,8 @@ class Bench:
         for component in self.model.components.values():
             for layer in component.modules():
                 if isinstance(layer, PackedLinear) and isinstance(layer.weight_format, ScaledRows):
-                    layer.weight_format = replace(layer.weight_format, multiplies=name != "bf16")
+                    how = {"multiplies": name != "bf16", "rotates": name == "int8"}
+                    _repack(layer, replace(layer.weight_format, **how))
         self.footprint = self._counted()
 
     def _load(self) -> LoadedModel:
@@ -213,6 +214,17 @@ class Bench:
         notices = RunContext(lambda event: print(event.to_json(), file=sys.stderr, flush=True))
         captured = Graphs(self.weights, False, notices) if graphs else None
         return Engine(self.family, self.model, self.weights, self.optimizer.loss_scale, nullcontext, captured)
+
+
+def _repack(layer: PackedLinear, weights: ScaledRows) -> None:
+    """Change the format of a layer, which keeps its tensors. Rotated rows are rounded again."""
+    assert isinstance(layer.weight_format, ScaledRows)
+    if weights.group(layer) != layer.weight_format.group(layer):
+        dense = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+        dense.weight = nn.Parameter(layer.dense(torch.float32, "eager"), requires_grad=False)
+        for name, tensor in weights.packed(dense).state_dict().items():
+            layer.state_dict()[name].copy_(tensor)
+    layer.weight_format = weights
 
 
 @contextmanager
