@@ -32,6 +32,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -304,7 +305,6 @@ def measured(bench: Bench, steps: int, names: Collection[str], products: bool) -
 
     names: names of the methods, or empty for all. products: whether to measure products in eight bits, too.
     """
-    rates = Rates() if bench.toy else measured_rates(bench.device, bench.dtype)
     packed = any(block.dense_bytes for block in bench.footprint.blocks)
     possible = [way for way in WAYS if (packed or not way.once) and (bench.footprint.table_bytes or not way.rows)]
     ways = [way for way in possible if not names or way.name in names]
@@ -312,9 +312,11 @@ def measured(bench: Bench, steps: int, names: Collection[str], products: bool) -
     start = {name: leaf.detach().to("cpu", copy=True) for name, leaf in bench.weights.leaves.items()}
     in_eight = [bench.recipe.model.quantization] if products and bench.name in IN_EIGHT_BITS else []
     rounds = [(compute, way) for compute in ("bf16", *in_eight) for way in ways]
+    measure = partial(measured_rates, bench.device, bench.dtype)
+    rates = {each: Rates() if bench.toy else measure(compute=each) for each in ("bf16", *in_eight)}
     for compute, way in (*rounds, ("bf16", PLAIN)):
         bench.compute(compute)
-        planned_bytes = bench.put(way, rates)
+        planned_bytes = bench.put(way, rates[compute])
         with torch.no_grad():  # each way begins with the same weights
             for name, leaf in bench.weights.leaves.items():
                 leaf.copy_(start[name])

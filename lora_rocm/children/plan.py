@@ -48,8 +48,7 @@ def _counted(recipe: Recipe, settings: Settings, for_card: bool, for_gpu: bool) 
     dtype = compute_dtype(wanted, device, settings, recipe.spec.takes_fp16)
     on_gpu = device.type != "cpu" or for_gpu
     how, is_here = (dtype, settings, largest_of(recipe), on_gpu), True
-    steady, pin = recipe.runtime.deterministic, settings.pins(recipe.runtime.pin_memory)
-    gpu = _gpu(device, settings, dtype, pin, steady)  # first: its kernels are counted
+    gpu = _gpu(recipe, device, settings, dtype)  # first: its kernels are counted
     try:
         found = counted(recipe, family := family_for(recipe), *how)
     except ModelError as error:
@@ -74,17 +73,18 @@ def packed_encoders(family: ModelFamily) -> list[QuantisedEncoder]:
     ]
 
 
-def _gpu(device: torch.device, settings: Settings, dtype: torch.dtype, pin: bool, steady: bool) -> CountedGpu | None:
+def _gpu(recipe: Recipe, device: torch.device, settings: Settings, dtype: torch.dtype) -> CountedGpu | None:
     """Return name, memory budget and measured rates of the training GPU; None if the device is the CPU."""
     if device.type != "cuda":
         return None
     attention.enable(settings)
+    pin = settings.pins(recipe.runtime.pin_memory)
     properties = torch.cuda.get_device_properties(device)
     return CountedGpu(
         name=describe(device),
         integrated=bool(getattr(properties, "is_integrated", 0)),
-        budget_bytes=room_bytes(device, settings, steady=steady),
-        rates=measured_rates(device, dtype, pin, context_of(settings.attention)),
+        budget_bytes=room_bytes(device, settings, steady=recipe.runtime.deterministic),
+        rates=measured_rates(device, dtype, pin, context_of(settings.attention), recipe.model.compute),
     )
 
 

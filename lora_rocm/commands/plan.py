@@ -15,6 +15,7 @@ from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.families.spec import Fp16
 from lora_rocm.foundation.units import count_text, size_text, time_text
 from lora_rocm.hardware.archs import arch_of
+from lora_rocm.hardware.eight_bit import rate_of, target_of
 from lora_rocm.hardware.facts import Gpu
 from lora_rocm.hardware.memory_budget import (
     DESKTOP,
@@ -36,7 +37,7 @@ from lora_rocm.processes.tool import ask
 from lora_rocm.recipe.eight_bit import products_text
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe  # recipe: the user names it
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.rules.eight_bit_refusal import eight_bit_text
+from lora_rocm.rules.eight_bit_refusal import eight_bit_refusal, eight_bit_text
 from lora_rocm.rules.environment import plan as environment_plan
 from lora_rocm.rules.memory_rules import budget_of, memory_table
 from lora_rocm.rules.rule import Situation
@@ -208,7 +209,7 @@ def planned(loaded: LoadedRecipe, card: str | None = None) -> PlanResult:
         attention_text(found.situation),
         encoders,
         counted.model_is_here,
-        tuple(_notes(recipe, footprint, found.situation)),
+        tuple(_notes(recipe, footprint, found.situation, card is not None)),
         tuple(_remarks(recipe, counted.precision, gpu_here, encoders)),
         Failure.of(does_not_fit(recipe, footprint, job, rates, room.num_bytes or 0)) if unfit else None,
         None,
@@ -266,8 +267,8 @@ def estimate(recipe: Recipe, card: str | None = None) -> Estimate:
     counted = counted_in_child(recipe, situation, card is not None)
     gpu = counted.gpu
     if total is not None:
-        return _estimate(recipe, counted, situation, _room_of_card(total), Rates(), on_gpu=True)
-    rates = gpu.rates if gpu is not None else Rates()
+        return _estimate(recipe, counted, situation, _room_of_card(total), _usual_rates(recipe, None), on_gpu=True)
+    rates = gpu.rates if gpu is not None else _usual_rates(recipe, situation.gpu)
     return _estimate(recipe, counted, situation, _room_here(situation, gpu), rates, on_gpu=gpu is not None)
 
 
@@ -293,7 +294,16 @@ def estimates_unmeasured(
     rooms: list[tuple[str | None, AvailableMemory]] = [(card, _room_of_card(total)) for card, total in totals]
     if situation.gpu is not None:
         rooms.insert(0, (None, _room_here(situation, None)))
-    return [(card, _estimate(recipe, counted, situation, room, Rates(), on_gpu=True)) for card, room in rooms]
+    return [
+        (card, _estimate(recipe, counted, situation, room, _usual_rates(recipe, gpu), on_gpu=True))
+        for card, room in rooms
+        for gpu in [situation.gpu if card is None else None]
+    ]
+
+
+def _usual_rates(recipe: Recipe, gpu: Gpu | None) -> Rates:
+    """Return rates that were not measured, for a GPU or, with None, for any."""
+    return Rates(eight_bit_flops=Rates.flops * rate_of(target_of(gpu), recipe.model.compute).times)
 
 
 def _estimate(
@@ -353,8 +363,8 @@ def _parts_of(known: MemoryBudget | None, budget_bytes: int) -> tuple[BudgetItem
     return (rest[0], *([BudgetItem(name, held)] if held < 0 else ()), *rest[1:])
 
 
-def _notes(recipe: Recipe, footprint: Footprint, situation: Situation) -> Iterator[str]:
-    """Yield sentences about the consequences of the recipe."""
+def _notes(recipe: Recipe, footprint: Footprint, situation: Situation, for_card: bool) -> Iterator[str]:
+    """Yield sentences about the consequences of the recipe. ``for_card``: whether the user named a GPU."""
     for source in {source.index: source for source in recipe.data.resolved_sources()}.values():
         if source.class_prompt is not None:
             yield f"before training: {source.num_class_images} {source.name}, unless they are in the cache"
@@ -366,6 +376,9 @@ def _notes(recipe: Recipe, footprint: Footprint, situation: Situation) -> Iterat
     if text := eight_bit_text(situation):
         yield text
         yield products_text(recipe.spec.name, recipe.spec.title, recipe.model.compute)
+        gpu = None if for_card else situation.gpu
+        if for_card or (gpu is not None and eight_bit_refusal(situation) is None):
+            yield rate_of(target_of(gpu), recipe.model.compute).text(None if gpu is None else gpu.name)
     if footprint.narrow_layers:
         yield (
             "lora.rank is larger than the inputs or outputs of "

@@ -8,10 +8,13 @@ from typing import Literal
 
 from lora_rocm.errors import MachineError
 from lora_rocm.foundation.tables import read_table
+from lora_rocm.hardware.facts import Gpu
 
 Product = Literal["fp8", "int8"]
 OF_NVIDIA: dict[Product, tuple[int, int]] = {"fp8": (8, 9), "int8": (8, 0)}
 """Least compute capability of an NVIDIA GPU (torch aten/src/ATen/native/cuda/ScaledBlas.cpp; CUDA's guide)."""
+NVIDIA, OTHER = "nvidia", "other"
+"""Names for targets in ``ProductRate.on``."""
 HIPBLASLT_OFF = "they need hipBLASLt, which this start does not use: it has the profile safe"
 """A reason for ``refused``."""
 
@@ -28,14 +31,37 @@ class Target:
 
 
 @dataclass(frozen=True)
+class ProductRate:
+    """The rate of products in a format, as a multiple of the rate of 16-bit products.
+
+    Rows of ``eight_bit.toml``, which describes the fields at its top.
+    """
+
+    on: tuple[str, ...]
+    product: Product
+    times: float
+    source: str
+    measured_on: str | None = None
+
+    def text(self, gpu_name: str | None) -> str:
+        """Return a sentence about this rate for a GPU with this name, or for a GPU that is not known."""
+        counted = f"products in {self.product} are counted at {self.times:g} times the rate of 16 bit"
+        if gpu_name is not None and self.measured_on == gpu_name:
+            return f"{counted}, by measured steps on an {self.measured_on}"
+        return f"{counted}. This is estimated, and was not measured on this GPU: {self.source}"
+
+
+@dataclass(frozen=True)
 class EightBitTable:
     """Contents of ``eight_bit.toml``."""
 
     target: tuple[Target, ...]
+    rate: tuple[ProductRate, ...]
 
 
 _TABLE = read_table(Path(__file__).with_suffix(".toml"), EightBitTable)
 TARGETS = {gfx: target for target in _TABLE.target for gfx in target.gfx}
+RATES = {(name, rate.product): rate for rate in _TABLE.rate for name in rate.on}
 
 
 def refusal_of(gfx: str | None, product: str) -> str | None:
@@ -44,6 +70,22 @@ def refusal_of(gfx: str | None, product: str) -> str | None:
     if target is None:
         return f"it is not known whether {gfx or 'this GPU'} multiplies {product} correctly and faster than 16 bit"
     return None if product in target.products else f"{gfx}: {target.why}"
+
+
+def rate_of(target: str | None, compute: str) -> ProductRate:
+    """Return the rate of a recipe's products.
+
+    Args:
+        target: gfx target of an AMD GPU, ``NVIDIA``, or None if the GPU is not known.
+        compute: ``model.compute``. For products in 16 bits the result is not used.
+    """
+    product: Product = "int8" if compute == "int8" else "fp8"
+    return RATES.get((target or OTHER, product)) or RATES[OTHER, product]
+
+
+def target_of(gpu: Gpu | None) -> str | None:
+    """Return the name of a GPU's target for ``rate_of``."""
+    return None if gpu is None else gpu.gfx if gpu.vendor == "amd" else NVIDIA
 
 
 def has_fnuz(gfx: str | None) -> bool:

@@ -25,7 +25,7 @@ from torch import Tensor
 from lora_rocm.kernels import backend, eight_bit_library
 from lora_rocm.kernels.backend import Implementation, note_shared
 from lora_rocm.kernels.base_product import BaseProduct, Outputs
-from lora_rocm.kernels.rotation import rotated
+from lora_rocm.kernels.rotation import rotated, rotated_few
 from lora_rocm.kernels.weight_format import PackedLinear
 
 TINY = 1e-30  # largest magnitude of a row of zeros
@@ -138,7 +138,7 @@ class EightBitProduct:
     def outputs(self, x: Tensor, bias_O: Tensor | None, rows: Sequence[int], needed: bool) -> Outputs:
         x_MI = x.reshape(-1, x.shape[-1])
         if len(x_MI) < eight_bit_library.MIN_ROWS:
-            return self.stored.outputs(rotated(x, self.group).to(x.dtype), bias_O, rows, False)
+            return self.stored.outputs(rotated_few(x, self.group), bias_O, rows, False)
         codes_MI, scale_M1 = scaled_rows(x_MI, self.code, None, self.group, self._implementation)
         biases = [None] * len(rows) if bias_O is None else bias_O.split(list(rows))
         made = [
@@ -150,8 +150,7 @@ class EightBitProduct:
     def input_gradient(self, dy: Sequence[Tensor], kept_OI: Tensor | None) -> Tensor:
         shape = dy[0].shape
         if shape[:-1].numel() < eight_bit_library.MIN_ROWS:
-            dx = self.stored.input_gradient(dy, None)
-            return rotated(dx, self.group).to(dx.dtype)
+            return rotated_few(self.stored.input_gradient(dy, None), self.group)
         total_MI: Tensor | None = None
         for layer, part in zip(self.layers, dy, strict=True):
             dy_MO = part.reshape(-1, part.shape[-1])

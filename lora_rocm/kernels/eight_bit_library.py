@@ -23,6 +23,8 @@ from lora_rocm.kernels.backend import gfx_of
 
 INTEGER_PRODUCT = torch.ops.aten._int_mm
 """The operation of ``int8_product``, for which PyTorch counts no FLOPs."""
+EIGHT_BIT_PRODUCTS = (INTEGER_PRODUCT, torch.ops.aten._scaled_mm)
+"""The operations of this module's products."""
 MULTIPLE = 16
 """K and N must be multiples of this number for fp8. For int8 multiples of 8 would do."""
 MIN_ROWS = 17

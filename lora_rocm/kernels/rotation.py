@@ -9,6 +9,9 @@ ConvRot's matrix is the product of H with its columns reversed. Its numbers of a
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
 from torch import Tensor
 
 GROUPS = (256, 64, 16)
@@ -37,3 +40,16 @@ def rotated(x: Tensor, group: int) -> Tensor:
         found = (halves[:, None, None] - fours).view(x.shape)
         apart *= 4
     return found
+
+
+def rotated_few(x: Tensor, group: int) -> Tensor:
+    """Return few rotated rows in their dtype, by one product with the matrix; with ``group`` 0, ``x`` itself.
+
+    A GPU needs less time for one launch than for the sums of ``rotated``. The matrix is exact in every dtype.
+    """
+    return x if not group else (x.reshape(-1, group) @ _matrix(group, x.dtype, x.device)).view(x.shape)
+
+
+@cache
+def _matrix(group: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return rotated(torch.eye(group), group).to(device, dtype)

@@ -48,8 +48,9 @@ from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.families.objectives.loss import losses
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.foundation.files import write_json
+from lora_rocm.hardware.eight_bit import NVIDIA, rate_of
 from lora_rocm.hardware.settings import Settings
-from lora_rocm.kernels.backend import available, implementation_for, kernels_seen, shared_noted
+from lora_rocm.kernels.backend import available, gfx_of, implementation_for, kernels_seen, shared_noted
 from lora_rocm.kernels.weight_format import PackedLinear, dense_shape, pack, use_implementation
 from lora_rocm.memory.footprint_process import footprints_file
 from lora_rocm.memory.op_counter import Ledger, Tally, difference, fused_attention
@@ -59,9 +60,10 @@ from lora_rocm.optim.update_rule import ParameterGroup, Scalars
 from lora_rocm.planning.step_plan import Block, Footprint, MemoryPeak, Rates, SampleCost, SmallerAdapter
 from lora_rocm.recipe.optim_sections import OptimSection
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.recipe.sections import Compute
 
 META = torch.device("meta")
-LAYOUT = 4  # increase it if footprints get other numbers
+LAYOUT = 5  # increase it if footprints get other numbers
 KEPT = 20  # footprints in the cache file
 SIDE, COPIED_BYTES = 4096, 256 * 2**20  # sizes of the rate measurement
 HEADS, TOKENS, HEAD_WIDTH = 16, 2048, 128  # of the measured attention
@@ -221,7 +223,7 @@ def _key(recipe: Recipe, family: ModelFamily, dtype: torch.dtype, more: list[obj
     other = recipe.model.training_adapter
     files = [astuple(FileVersion.of(file)) for file in files_of(Path(other))] if other else []
     state = (recipe.optim.model_dump(mode="json", exclude=SHARED), bool(recipe.train.ema_decay), files)
-    formats = [family.weight_format(name).name for name in family.all_components]
+    formats = [recipe.model.compute, *(family.weight_format(name).name for name in family.all_components)]
     parts = [LAYOUT, software, family.name, family.structure, formats, lora, *state, kernels]
     return hashlib.sha256(json.dumps([*parts, str(dtype), *more]).encode("utf-8")).hexdigest()
 
@@ -483,11 +485,23 @@ def largest_of(recipe: Recipe) -> SampleShape:
 
 
 def measured_rates(
-    device: torch.device, dtype: torch.dtype, pin: bool = True, attending: Context = nullcontext
+    device: torch.device,
+    dtype: torch.dtype,
+    pin: bool = True,
+    attending: Context = nullcontext,
+    compute: Compute = "bf16",
 ) -> Rates:
     """Measure the rates of matrix products, attention, copies within the GPU, and copies from and to main memory.
 
-    ``pin``: whether that memory is pinned. ``attending``: returns the context of attention in training.
+    Products in eight bits are not run, because they have frozen some machines: their rate is estimated from the
+    measured one (``hardware.eight_bit.rate_of``).
+
+    Args:
+        device: the GPU.
+        dtype: dtype of the products.
+        pin: whether main memory is pinned.
+        attending: returns the context of attention in training.
+        compute: ``model.compute`` of the recipe.
     """
     own = torch.Generator(device).manual_seed(0)  # leaves the default generator unchanged
     a, b = (torch.randn(SIDE, SIDE, device=device, generator=own).to(dtype) for _ in range(2))
@@ -499,8 +513,10 @@ def measured_rates(
         with attending():
             nn.functional.scaled_dot_product_attention(heads_BHSD, heads_BHSD, heads_BHSD)
 
+    flops = 2 * SIDE**3 / seconds_of(lambda: a @ b, device)
     return Rates(
-        flops=2 * SIDE**3 / seconds_of(lambda: a @ b, device),
+        flops=flops,
+        eight_bit_flops=flops * rate_of(gfx_of(device) if torch.version.hip else NVIDIA, compute).times,
         moved_bytes=2 * COPIED_BYTES / seconds_of(lambda: here.clone(), device),
         bus_bytes=SENT_BYTES / seconds_of(lambda: here[:SENT_BYTES].copy_(there, non_blocking=True), device),
         back_bytes=SENT_BYTES / seconds_of(lambda: there.copy_(here[:SENT_BYTES], non_blocking=True), device),

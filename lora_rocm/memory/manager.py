@@ -317,7 +317,7 @@ def rates_here(recipe: Recipe, device: torch.device, dtype: torch.dtype, setting
         return Rates()
     try:
         pin = settings.pins(recipe.runtime.pin_memory)
-        return measured_rates(device, dtype, pin, context_of(settings.attention))
+        return measured_rates(device, dtype, pin, context_of(settings.attention), recipe.model.compute)
     except RuntimeError as error:
         if out_of_memory(error) is None:
             raise

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lora_rocm.device.allocator import PIECE_BYTES
 from lora_rocm.device.kept_attention import OPERATORS
-from lora_rocm.kernels.eight_bit_library import INTEGER_PRODUCT
+from lora_rocm.kernels.eight_bit_library import EIGHT_BIT_PRODUCTS, INTEGER_PRODUCT
 from lora_rocm.planning.step_plan import SampleCost
 
 
@@ -36,6 +36,7 @@ class Tally:
     moved_bytes: float = 0.0
     launches: int = 0
     attention_flops: float = 0.0
+    eight_bit_flops: float = 0.0
     attention: SampleCost = SampleCost()
     attention_bytes: int = 0
 
@@ -43,7 +44,7 @@ class Tally:
         return difference(self.now(), earlier)
 
     def now(self) -> SampleCost:
-        return SampleCost(self.flops, self.moved_bytes, self.launches, self.attention_flops)
+        return SampleCost(self.flops, self.moved_bytes, self.launches, self.attention_flops, self.eight_bit_flops)
 
 
 def difference(one: SampleCost, other: SampleCost) -> SampleCost:
@@ -168,6 +169,8 @@ class Ledger(TorchDispatchMode):
             flops = formula(*args, **inputs, out_val=result)
             if "_attention" in func._overloadpacket.__name__:
                 self.tally.attention_flops += flops
+            elif func._overloadpacket in EIGHT_BIT_PRODUCTS:
+                self.tally.eight_bit_flops += flops
             else:
                 self.tally.flops += flops
             self.tally.launches += 1

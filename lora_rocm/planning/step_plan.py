@@ -56,13 +56,15 @@ CONTEXT_BYTES = 512 * MIB
 class SampleCost:
     """Work of one sample.
 
-    FLOPs of products and convolutions, bytes moved by other operations, kernel launches, and FLOPs of attention.
+    FLOPs of products and convolutions, bytes moved by other operations, kernel launches, FLOPs of attention, and FLOPs
+    of products in eight bits, which are not among the first.
     """
 
     flops: float = 0.0
     moved_bytes: float = 0.0
     launches: int = 0
     attention_flops: float = 0.0
+    eight_bit_flops: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -255,6 +257,7 @@ class Rates:
     """Rates of a machine, per second.
 
     attention_flops: of attention. bus_bytes, back_bytes: of copies from and to main memory.
+    eight_bit_flops: of products in eight bits. It is an estimate (``hardware.eight_bit.rate_of``).
     launch_s: minimum time of a kernel launch on the device.
     host_launch_s: time of a launch on the host, if it is not captured.
     known: whether the rates were measured on this machine. If not, only ratios of times are meaningful.
@@ -268,6 +271,7 @@ class Rates:
     launch_s: float = 4e-6
     host_launch_s: float = 30e-6
     known: bool = False
+    eight_bit_flops: float = 190e12
 
 
 @dataclass(frozen=True)
@@ -541,9 +545,12 @@ def step_seconds(parts: int, choice: StepChoice, footprint: Footprint, job: Step
 def seconds(work: SampleCost, samples: int, parts: int, rates: Rates) -> float:
     """Return the time of a work per sample, for samples that are computed in parts."""
     computing = work.flops / rates.flops + work.attention_flops / rates.attention_flops
-    computing += work.moved_bytes / rates.moved_bytes
+    computing += work.moved_bytes / rates.moved_bytes + work.eight_bit_flops / rates.eight_bit_flops
     return samples * computing + parts * work.launches * rates.launch_s
 
 
 def _scaled(work: SampleCost, share: float) -> SampleCost:
-    return SampleCost(work.flops * share, work.moved_bytes * share, work.launches, work.attention_flops * share)
+    eight_bit_flops = work.eight_bit_flops * share
+    return SampleCost(
+        work.flops * share, work.moved_bytes * share, work.launches, work.attention_flops * share, eight_bit_flops
+    )

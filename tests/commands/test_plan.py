@@ -16,6 +16,7 @@ from lora_rocm.commands.plan import AvailableMemory, card_bytes
 from lora_rocm.errors import RecipeError, UserError
 from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.foundation.units import size_text
+from lora_rocm.hardware.eight_bit import NVIDIA, rate_of
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.planning.step_choice import choose
 from lora_rocm.planning.step_plan import (
@@ -34,7 +35,7 @@ from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.memory_rules import budget_of
 from tests.families.toy_families import TOYS
-from tests.hardware.situations import situation
+from tests.hardware.situations import fast, situation
 from tests.wording import Worded, holds, mentions, saying, says, says_if, worded
 
 GIB = 2**30
@@ -147,6 +148,40 @@ def test_the_rounding_of_a_quantised_base_is_named(write: Any, child: Any, capsy
         out = capsys.readouterr().out
         assert says_if(said, out, "commands/nf4-rounds-the-frozen-weights-9-3")
         assert says_if(said, out, "commands/over-full-size-image-models-with-random")
+
+
+EIGHT_BITS = {"model": {"quantization": "int8", "compute": "int8"}, "runtime": {"profile": "fast"}}
+
+
+@pytest.mark.parametrize(
+    ("machine", "card", "target"),
+    [
+        ("linux-rx9070xt", None, "gfx1201"),
+        ("linux-mi300x", None, "gfx942"),
+        ("linux-rx9070xt", "16GB", None),
+        ("linux-rx7900xtx", None, "refused"),
+    ],
+)
+def test_the_rate_of_products_in_eight_bits_is_named_and_used(
+    write: Any, child: Any, capsys: Any, monkeypatch: Any, machine: str, card: str | None, target: str | None
+) -> None:
+    monkeypatch.setattr(command, "situation_here", lambda recipe: replace(fast(machine), recipe=recipe))
+    assert plan(write(**EIGHT_BITS), (), card=card, as_json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    rate = rate_of(None if target == "refused" else target, "int8")
+    assert (rate.text(None) in found["notes"]) == (target != "refused")
+    if target != "refused":
+        assert found["rates"]["eight_bit_flops"] == pytest.approx(rate.times * found["rates"]["flops"])
+    assert plan(write(), (), card=card, as_json=True) == 0
+    assert rate.text(None) not in json.loads(capsys.readouterr().out)["notes"], "the control: in bf16"
+
+
+def test_a_rate_is_an_estimate_on_every_gpu_but_the_measured_one() -> None:
+    rate = rate_of(NVIDIA, "fp8")
+    assert rate.measured_on == "NVIDIA H200" and rate_of("gfx9999", "fp8") == rate_of(None, "fp8")
+    of_others = {rate.text(name) for name in ("NVIDIA H200 NVL", "NVIDIA RTX 6000 Ada", None)}
+    assert len(of_others) == 1 and rate.text("NVIDIA H200") not in of_others
+    assert rate_of("gfx1201", "int8").times < 1 < rate_of("gfx1201", "fp8").times
 
 
 @pytest.mark.parametrize(

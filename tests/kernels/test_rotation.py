@@ -14,7 +14,7 @@ from lora_rocm.kernels.rotation import GROUPS, group_of, rotated
 from lora_rocm.kernels.weight_format import PackedLinear, dense_weight
 
 CONVROT = torch.tensor([[1.0, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]]) / 2
-"""The matrix of 4 numbers whose Kronecker powers are the groups of ConvRot's files (arXiv 2512.03673)."""
+"""ConvRot's matrix of 4 numbers; its Kronecker powers rotate the groups of ConvRot's files (arXiv 2512.03673)."""
 
 
 @pytest.fixture(autouse=True)

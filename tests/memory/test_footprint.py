@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ from lora_rocm.recipe.optim_sections import OptimSection, ProdigySection
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.sections import MAX_RANK
 from tests.optim.test_base import SECTIONS
+from tests.planning.test_step_plan import FLUX
 from tests.tiny_llm import write_tiny_llm
 from tests.tiny_models import hollow_builtin
 from tests.wording import saying
@@ -429,6 +430,8 @@ def test_a_footprint_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ask(other)
     (tmp_path / "t.safetensors").write_bytes(b"23")
     ask(other)
+    made.pop()
+    ask(its.model_copy(update={"model": its.model.model_copy(update={"compute": "int8"})}))
     ask(its.model_copy(update={"data": its.data.model_copy(update={"control_path": "x"})}))
     assert len(made) == 7, "another adapter takes part, and control images are tokens too"
     del made[4:]
@@ -514,3 +517,23 @@ def test_a_model_that_is_not_here_is_counted_by_the_published_configuration(
         return
     found = child._counted(wanted, Settings(), True, True)
     assert not found.model_is_here and found.footprint == nothing.to_json()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compute", ["bf16", "fp8"])
+def test_flux_costs_what_plans_of_fp8_are_tested_with(tmp_path: Path, compute: str) -> None:
+    its = recipe_from(
+        {
+            "model": {"family": "flux", "name_or_path": "random:flux", "quantization": "fp8", "compute": compute},
+            "data": {"path": str(tmp_path)},
+            "lora": {"rank": 16, "targets": "attention"},
+            "runtime": {"profile": "fast"},
+            "train": {"max_train_steps": 1},
+        }
+    )
+    family = family_for(its)
+    found = count(family, meta_model(family, its, torch.bfloat16), its, SampleShape.of(h=1024, w=1024))
+    blocks = [block.forward for block in found.blocks]
+    whole = SampleCost(*map(sum, zip(*map(astuple, blocks), strict=True)))
+    for made, wanted in zip((found.work, whole), FLUX[compute], strict=True):
+        assert astuple(made) == pytest.approx(astuple(wanted), rel=0.01)

@@ -347,7 +347,7 @@ def test_on_the_cpu_it_is_as_the_recipe_says(
 def test_a_gpu_is_measured_unless_each_start_has_to_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, gpu, measured, pinned = recipe(), torch.device("cuda"), Rates(flops=7e14, known=True), []
 
-    def measure(device: torch.device, dtype: torch.dtype, pin: bool, attending: object) -> Rates:
+    def measure(device: torch.device, dtype: torch.dtype, pin: bool, attending: object, compute: str) -> Rates:
         pinned.append(pin)
         return measured
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lora_rocm.hardware.eight_bit import NVIDIA, rate_of
 from lora_rocm.planning.step_choice import PlanMemory, by_worth, choose, parts_of, plans_of, smallest, spread, table
 from lora_rocm.planning.step_plan import (
     GRAPH_BYTES,
@@ -425,3 +426,36 @@ def test_the_token_embedding_moves_only_where_that_lets_a_faster_plan_fit() -> N
     for other, requirements in ((net, StepRequirements()), (replace(net, table_bytes=0), job)):
         without = choose(free.needed_bytes - MIB, other, requirements, RATES)
         assert without is None or (not without.looks_up_rows and without.step_s > tight.step_s)
+
+
+FLUX = {
+    "bf16": (
+        SampleCost(1.1925758e14, 6.00403e11, 11804, 5.2053393e13),
+        SampleCost(5.9668181e13, 1.773e11, 3763, 1.4872398e13),
+    ),
+    "fp8": (
+        SampleCost(5.3931776e11, 6.40051e11, 13754, 5.2053393e13, 1.1871826e14),
+        SampleCost(1.7858927e11, 1.81161e11, 4333, 1.4872398e13, 5.9489592e13),
+    ),
+}
+"""Work of a step of FLUX.1 stored in fp8, and of all its blocks, by ``model.compute``; counted for a sample of 1024 px
+and a LoRA of rank 16 on attention (``test_footprint.test_flux_costs_what_plans_of_fp8_are_tested_with``).
+"""
+H200 = Rates(flops=6.9e14, moved_bytes=4.2e12, attention_flops=5.5e14, known=True)
+
+
+def flux_seconds(compute: str, times: float) -> float:
+    """The time of a captured step of FLUX.1 with all blocks recomputed, on an H200."""
+    work, forward = FLUX[compute]
+    block = Block("all", 0, 0, 0, 0, 0, 0, forward)
+    found = Footprint("1024x1024", 1024 * 1024, 0, 0, 0, 0, (block,), (), work)
+    rates = replace(H200, eight_bit_flops=H200.flops * times)
+    return step_seconds(1, StepChoice((0,)), found, StepRequirements(graphs=True), rates)
+
+
+def test_products_in_eight_bits_are_counted_at_their_rate() -> None:
+    """A step of FLUX.1 took 472.1 ms with bf16 products and 371.1 with fp8 products (docs/lab/performance.md)."""
+    times = rate_of(NVIDIA, "fp8").times
+    saved_s = flux_seconds("bf16", times) - flux_seconds("fp8", times)
+    assert saved_s == pytest.approx(0.4721 - 0.3711, rel=0.1)
+    assert flux_seconds("fp8", 1.0) > flux_seconds("bf16", 1.0), "the control: scaling takes time, too"
