@@ -1,11 +1,13 @@
 """Measures the loss of quality from the formats of a frozen base. Needs no GPU.
 
-usage: python benchmarks/quantised_quality.py [--steps 200] [--layers-only] [--recipe recipes/demo.yaml] [--seeds 3]
+usage: python benchmarks/quantised_quality.py [--steps 200] [--recipe recipes/demo.yaml] [--seeds 3] [--only NAME ...]
+       python benchmarks/quantised_quality.py --layers-only [--large-inputs 20] [--large-weights 1]
        python benchmarks/quantised_quality.py --model recipes/anima.yaml [--side-px 256] [--device cuda]
 
 First the relative error (as a norm) of one layer with a LoRA: of its weight, of its output, and of the gradients of
 its input and the LoRA. The loss is the squared distance to a random target. Weights and inputs are normally
-distributed; one input in 100 is 20 times as large, as activations of transformers are.
+distributed; one input in 100 is 20 times as large, as activations of transformers are. ``--large-weights``: one
+column in 100 of the weight is so many times as large. Products in int8 are measured with and without their rotation.
 
 Then a LoRA is trained on the tiny model of a demo's recipe, on each format with the same random numbers. Its loss at
 fixed noise is measured on the base of its training, and on the dense base, on which a LoRA is used later. Figures: the
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -34,16 +37,19 @@ from lora_rocm.families.base import ModelFamily, family_for  # noqa: E402
 from lora_rocm.families.common.latent_family import LatentFamily  # noqa: E402
 from lora_rocm.families.objectives.loss import losses  # noqa: E402
 from lora_rocm.kernels.quantised import quantised  # noqa: E402
+from lora_rocm.kernels.weight_format import WeightFormat  # noqa: E402
 from lora_rocm.recipe.load import load_recipe  # noqa: E402
 
+NOT_ROTATED = "int8 x int8, not rotated"
 FORMATS = {
     "int8": ("int8", "bf16"),
     "fp8": ("fp8", "bf16"),
     "nf4": ("nf4", "bf16"),
     "int8 x int8": ("int8", "int8"),
+    NOT_ROTATED: ("int8", "int8"),
     "fp8 x fp8": ("fp8", "fp8"),
 }
-"""Name -> ``model.quantization`` and ``model.compute``."""
+"""Name -> ``model.quantization`` and ``model.compute``. New runs rotate layers that are multiplied in int8."""
 SHAPES = {
     "SDXL 1280 to 10240": (1280, 10240),
     "FLUX 3072 to 12288": (3072, 12288),
@@ -64,48 +70,61 @@ def main() -> None:
     parser.add_argument("--model", metavar="RECIPE")
     parser.add_argument("--side-px", type=int, default=256)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--only", nargs="+", default=list(FORMATS), choices=list(FORMATS), metavar="NAME")
+    parser.add_argument("--large-inputs", type=float, default=20.0, metavar="TIMES")
+    parser.add_argument("--large-weights", type=float, default=1.0, metavar="TIMES")
     options = parser.parse_args()
     if options.model:
-        whole_model(options.model, options.side_px, torch.device(options.device))
+        whole_model(options.model, options.side_px, torch.device(options.device), options.only)
         return
-    print(f"{'layer':24}{'format':12}{'weight':>9}{'output':>9}{'dx':>9}{'dA':>9}{'dB':>9}")
+    print(f"{'layer':24}{'format':26}{'weight':>9}{'output':>9}{'dx':>9}{'dA':>9}{'dB':>9}")
     for title, (inputs, outputs) in SHAPES.items():
-        layer = made_layer(inputs, outputs)
-        exact = passed(layer)
-        for name, (stored, compute) in FORMATS.items():
-            packed = passed(quantised(stored, "", compute).packed(layer))
+        layer = made_layer(inputs, outputs, options.large_weights)
+        exact = passed(layer, options.large_inputs)
+        for name in options.only:
+            packed = passed(format_of(name, "").packed(layer), options.large_inputs)
             errors = [
                 float((found - wanted).norm() / wanted.norm()) for found, wanted in zip(packed, exact, strict=True)
             ]
-            print(f"{title:24}{name:12}" + "".join(f"{100 * error:8.2f}%" for error in errors))
+            print(f"{title:24}{name:26}" + "".join(f"{100 * error:8.2f}%" for error in errors))
     if options.layers_only:
         return
-    print(f"{'trained on':12}{'its loss':>12}{'on the dense base':>20}{'above dense by':>20}")
+    print(f"{'trained on':26}{'its loss':>12}{'on the dense base':>20}{'above dense by':>20}")
     rows = {name: [trained(options.recipe, name, options.steps, seed) for seed in range(options.seeds)]
-            for name in ("none", *FORMATS)}  # fmt: skip
+            for name in ("none", *options.only)}  # fmt: skip
     for name, found in rows.items():
         own, dense = (sum(losses) / len(found) for losses in zip(*found, strict=True))
         more = [100 * (loss / exact - 1) for (_, loss), (_, exact) in zip(found, rows["none"], strict=True)]
-        print(f"{name:12}{own:12.5f}{dense:20.5f}{min(more):10.2f} to {max(more):5.2f}%", flush=True)
+        print(f"{name:26}{own:12.5f}{dense:20.5f}{min(more):10.2f} to {max(more):5.2f}%", flush=True)
 
 
-def made_layer(inputs: int, outputs: int) -> nn.Linear:
-    """A dense layer of random weights."""
+def format_of(name: str, layers: str) -> WeightFormat:
+    """The format with a name of ``FORMATS``."""
+    stored, compute = FORMATS[name]
+    return quantised(stored, layers, compute, rotates=name != NOT_ROTATED)
+
+
+def made_layer(inputs: int, outputs: int, large: float) -> nn.Linear:
+    """A dense layer of random weights; one column in 100 is ``large`` times as large."""
     layer = nn.Linear(inputs, outputs, bias=False, device="meta")
     weight_OI = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(SEED)) * inputs**-0.5
+    weight_OI[:, 50::100] *= large
     layer.weight = nn.Parameter(weight_OI.bfloat16(), requires_grad=False)
     return layer
 
 
-def passed(layer: nn.Module) -> list[Tensor]:
-    """Weight, output, and gradients of the input and of the LoRA's A and B, float32."""
+def passed(layer: nn.Module, large: float) -> list[Tensor]:
+    """Weight, output, and gradients of the input and of the LoRA's A and B, float32.
+
+    ``large``: one input in 100 is so many times as large.
+    """
     from lora_rocm.kernels.weight_format import dense_weight, is_packed
 
     weight_OI = dense_weight(layer)
     outputs, inputs = weight_OI.shape
     rng = torch.Generator().manual_seed(SEED + 1)
     x, target = torch.randn(ROWS, inputs, generator=rng), torch.randn(ROWS, outputs, generator=rng)
-    x[:, ::100] *= 20
+    x[:, ::100] *= large
     a, b = torch.randn(RANK, inputs, generator=rng) * inputs**-0.5, torch.randn(outputs, RANK, generator=rng) * 0.1
     leaves = [leaf.requires_grad_() for leaf in (x, a, b)]
     base = layer(x) if is_packed(layer) else x @ weight_OI.T
@@ -113,8 +132,8 @@ def passed(layer: nn.Module) -> list[Tensor]:
     return [weight_OI, y.detach(), *torch.autograd.grad((y - target).square().mean(), leaves)]
 
 
-def whole_model(path: str, side_px: int, device: torch.device) -> None:
-    """Print the errors of a full-size model in each format."""
+def whole_model(path: str, side_px: int, device: torch.device, names: Sequence[str]) -> None:
+    """Print the errors of a full-size model in each of these formats."""
     recipe = load_recipe(path, ["model.quantization=none", "lora.rank=16", "lora.targets=attention"]).recipe
     base = recipe.model.model_copy(update={"name_or_path": PREFIX + recipe.model.name_or_path})
     family = family_for(recipe.model_copy(update={"model": base}))
@@ -149,15 +168,15 @@ def whole_model(path: str, side_px: int, device: torch.device) -> None:
         return found
 
     exact = passed_whole()
-    print(f"{path}, {side_px} px\n{'format':12}{'output':>9}{'dA':>9}{'dB':>9}", flush=True)
-    for name, (stored, compute) in FORMATS.items():
-        weights = quantised(stored, family.packed_layers, compute)
+    print(f"{path}, {side_px} px\n{'format':26}{'output':>9}{'dA':>9}{'dB':>9}", flush=True)
+    for name in names:
+        weights = format_of(name, family.packed_layers)
         dense = {at: layer for at, layer in weights.chosen(component).items() if not layer.weight.requires_grad}
         for at, layer in dense.items():
             component.set_submodule(at, weights.packed(layer))
         found = passed_whole()
         errors = (float((one - other).norm() / other.norm()) for one, other in zip(found, exact, strict=True))
-        print(f"{name:12}" + "".join(f"{100 * error:8.2f}%" for error in errors), flush=True)
+        print(f"{name:26}" + "".join(f"{100 * error:8.2f}%" for error in errors), flush=True)
         for at, layer in dense.items():
             component.set_submodule(at, layer)
 
@@ -186,7 +205,9 @@ def family_of(recipe: str, name: str) -> ModelFamily:
     stored, compute = FORMATS.get(name, ("none", "bf16"))
     overrides = [f"model.quantization={stored}", f"model.compute={compute}", "runtime.profile=fast"]
     overrides += [f"data.resolution={PX}"]
-    return family_for(load_recipe(recipe, overrides).recipe)
+    family = family_for(load_recipe(recipe, overrides).recipe)
+    family.rotates = name != NOT_ROTATED
+    return family
 
 
 def loss_of(family: ModelFamily, model: object, start: int, seed: int) -> Tensor:

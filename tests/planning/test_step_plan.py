@@ -435,7 +435,7 @@ FLUX = {
     ),
     "fp8": (
         SampleCost(5.3931776e11, 6.40051e11, 13754, 5.2053393e13, 1.1871826e14),
-        SampleCost(1.7858927e11, 1.81161e11, 4333, 1.4872398e13, 5.9489592e13),
+        SampleCost(1.7858927e11, 1.81159e11, 4181, 1.4872398e13, 5.9489592e13),
     ),
 }
 """Work of a step of FLUX.1 stored in fp8, and of all its blocks, by ``model.compute``; counted for a sample of 1024 px
