@@ -198,6 +198,17 @@ def with_number(build: Builder) -> Builder:
     return rewritten
 
 
+def changed(build: Builder) -> Builder:
+    """An operation of the destination and one source."""
+
+    def rewritten(instruction: Instruction, target: Target) -> Operation:
+        _expect(instruction, 2)
+        destination, source = instruction.operands
+        return build(replace(instruction, operands=(destination, destination, source)), target)
+
+    return rewritten
+
+
 def moved_number(instruction: Instruction, target: Target) -> Operation:
     """A number of 16 bits, which keeps its sign."""
     _expect(instruction, 2)
@@ -317,6 +328,8 @@ INSTRUCTIONS: dict[str, Builder] = {
     "s_mul_u64": plain("u64", lambda x, y: x * y, "u64", "u64"),
     "s_bfe_u32": plain("u32", _field, "u32", "u32", scc=True),
     "s_bfe_i32": plain("i32", _field, "i32", "u32", scc=True),
+    "s_bitset0_b32": changed(plain("u32", lambda x, place: x & ~(np.uint32(1) << (place & 31)), "u32", "u32")),
+    "s_bitset1_b32": changed(plain("u32", lambda x, place: x | (np.uint32(1) << (place & 31)), "u32", "u32")),
     "s_brev_b32": plain("u32", reversed_bits, "u32"),
     "s_sext_i32_i16": plain("i32", lambda x: x.astype(np.int16).astype(np.int32), "u32"),
     "s_add_f32": plain("f32", lambda x, y: x + y, "f32", "f32"),

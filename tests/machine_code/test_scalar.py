@@ -36,6 +36,8 @@ MAX = 0xFFFFFFFF
         ("s_bfe_u32 s2, 0xabcd, 0x80004", 0xBC, True),
         ("s_bfe_i32 s2, 0xabcd, 0x80004", 0xFFFFFFBC, True),
         ("s_bfe_u32 s2, -1, 0x4", 0, False),
+        ("s_mov_b32 s2, 3\ns_bitset1_b32 s2, 40", 0x103, False),
+        ("s_mov_b32 s2, 0x103\ns_bitset0_b32 s2, 8", 3, False),
         ("s_brev_b32 s2, 1", 0x80000000, None),
         ("s_ctz_i32_b32 s2, 8", 3, None),
         ("s_ctz_i32_b32 s2, 0", MAX, None),
