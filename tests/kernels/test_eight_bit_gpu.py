@@ -78,6 +78,16 @@ def test_products_and_gradients_are_those_of_float64(name: str, rows: int, input
     assert ERRORS[name] / 5 < off(dx, dy.double() @ weight_OI) < ERRORS[name]
 
 
+def test_few_rows_are_multiplied_by_the_stored_numbers(name: str) -> None:
+    layer = packed(name, 3072, 640)
+    x = torch.randn(3, 3072, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(3, 640, device=GPU, dtype=torch.bfloat16)
+    y = layer(x)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    weight_OI = dense_weight(layer).double()
+    assert off(y, x.double() @ weight_OI.T + layer.bias.double()) < 0.006 and off(dx, dy.double() @ weight_OI) < 0.006
+
+
 def test_every_case_passes_its_comparison_and_a_wrong_product_does_not(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
