@@ -57,15 +57,15 @@ def pairs_of(weight: Tensor) -> tuple[Tensor, Tensor]:
     weight_KB = weight.contiguous().view(-1, BLOCK)
     absmax_K = largest_of_rows(weight_KB)
     if weight.dtype is not torch.bfloat16 or weight.device.type != "cpu":
-        return _divided(weight_KB, absmax_K).view(-1), absmax_K
-    pairs_KP = _looked_up(weight_KB, absmax_K)
+        return _by_division(weight_KB, absmax_K).view(-1), absmax_K
+    pairs_KP = _from_table(weight_KB, absmax_K)
     small_K = absmax_K < TINY  # divided by ``TINY``, which the table does not know
     if small_K.any():
-        pairs_KP[small_K] = _divided(weight_KB[small_K], absmax_K[small_K])
+        pairs_KP[small_K] = _by_division(weight_KB[small_K], absmax_K[small_K])
     return pairs_KP.view(-1), absmax_K
 
 
-def _divided(weight_KB: Tensor, absmax_K: Tensor) -> Tensor:
+def _by_division(weight_KB: Tensor, absmax_K: Tensor) -> Tensor:
     """Return the pairs of codes of each block, computed by a division for each value: uint8 [K, P]."""
     pairs_KP = torch.empty(len(weight_KB), BLOCK // 2, dtype=torch.uint8, device=weight_KB.device)
     pieces = pieces_of(weight_KB)
@@ -78,8 +78,8 @@ def _divided(weight_KB: Tensor, absmax_K: Tensor) -> Tensor:
     return pairs_KP
 
 
-def _looked_up(weight_KB: Tensor, absmax_K: Tensor) -> Tensor:
-    """Return the same codes as ``_divided``, of bf16 and in less than half of the time: ``_table`` has all of them.
+def _from_table(weight_KB: Tensor, absmax_K: Tensor) -> Tensor:
+    """Return the same codes as ``_by_division``, of bf16 and in less than half of the time: ``_table`` has all of them.
 
     The index of a value is the difference of two integers. One depends on its block, the other is its bits: a
     negative number is 32,768 below the number of its magnitude.
