@@ -244,6 +244,49 @@ def test_the_meta_device_does_not_decide_where_numbers_are_read(
     dry_run.VERDICTS.clear()
 
 
+def test_a_base_that_an_earlier_start_accepted_is_not_computed_again(
+    sound: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other values in a config, another version of a library, and a damaged file make a start compute it."""
+    base, accepted = Path(shutil.copytree(sound("llama"), tmp_path / "llama")), tmp_path / "accepted.json"
+    computed: list[object] = []
+    losses = dry_run.losses
+
+    def counted(*args: Any) -> object:
+        computed.append(args)
+        return losses(*args)
+
+    def times() -> int:
+        """Return how often the next process would compute."""
+        computed.clear()
+        dry_run.VERDICTS.clear()
+        dry_run.recall(accepted)
+        recipe = recipe_of("llama", base)
+        dry_run.require_computable(family_for(recipe), recipe)
+        return len(computed)
+
+    monkeypatch.setattr(dry_run, "losses", counted)
+    assert times() == 1
+    dry_run.remember(accepted)
+    assert times() == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(dry_run, "version", lambda name: "0.0.1")
+        assert times() == 1
+    for damaged in ("[1, null", '{"a": 1}', "[1, null]"):
+        whole = accepted.read_bytes()
+        accepted.write_text(damaged, encoding="utf-8")
+        assert times() == 1
+        accepted.write_bytes(whole)
+    mutate(base / "config.json", "hidden_act", "text")
+    with pytest.raises(ModelError) as caught:
+        times()
+    assert caught.value.code == "config-unfit"
+    dry_run.remember(accepted)
+    with pytest.raises(ModelError):
+        times()
+    dry_run.VERDICTS.clear()
+
+
 def test_published_configs_are_plausible() -> None:
     folders = Path(str(dry_run.__file__)).parents[1] / "families"
     paths = sorted(folders.glob("*/config*/*/config.json"))

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from lora_rocm.base_models.conversion import State, computed, is_source, sources_of
 from lora_rocm.base_models.stored_weights import FourBitWeight, ScaledWeight, Storage, Stored
-from lora_rocm.kernels.quantised import BLOCK, LEVELS, NESTED_BLOCK, Nf4, ScaledRows
+from lora_rocm.kernels.nf4_codes import BLOCK, LEVELS
+from lora_rocm.kernels.quantised import NESTED_BLOCK, Nf4, ScaledRows
 from lora_rocm.kernels.weight_format import PackedLinear, WeightFormat
 
 

@@ -25,21 +25,11 @@ from lora_rocm.kernels.backend import Implementation
 from lora_rocm.kernels.base_product import BaseProduct, UnpackedProduct
 from lora_rocm.kernels.eight_bit import CODES, EightBitProduct
 from lora_rocm.kernels.eight_bit_library import MULTIPLE
+from lora_rocm.kernels.nf4_codes import BLOCK, LEVELS, TINY, NearestLevels, largest_of_rows, pairs_of, pieces_of
 from lora_rocm.kernels.rotation import group_of, rotated
 from lora_rocm.kernels.weight_format import DENSE, PackedLinear, WeightFormat, joined, unpacked_product
 
-BLOCK, NESTED_BLOCK = 64, 256
-CELLS = 16  # from 0 to 1; a cell is narrower than the least distance (0.08) of two limits between levels
-PIECE = 1 << 20  # values that are quantised at once: few enough for the CPU's cache, and enough that threads seldom
-# wait for each other, since only one at a time runs Python
-TINY = 1e-12  # scale of a row of zeros
-LEVELS = (
-    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
-    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
-    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
-    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-)
-"""The levels of nf4: quantiles of the normal distribution (arXiv 2305.14314, appendix E)."""
+NESTED_BLOCK = 256
 
 
 @dataclass(frozen=True)
@@ -108,13 +98,14 @@ class ScaledRows(QuantisedLinears):
         # a tensor, because CUDA replaces a division by a Python number with a product by the reciprocal
         divisor = torch.tensor(float(largest), device=weight_OI.device)
         stored_OI = torch.empty_like(weight_OI, dtype=self.stored)
-        scale_O1 = torch.empty_like(weight_OI[:, :1], dtype=torch.float32)
-        pieces, group = _pieces(len(weight_OI), layer.in_features, weight_OI), self.group(layer)
-        scaled_RI, sizes_RI = (torch.empty_like(weight_OI[pieces[0]], dtype=torch.float32) for _ in range(2))
+        pieces, group = pieces_of(weight_OI), self.group(layer)
+        scale_O1 = torch.empty_like(weight_OI[:, :1], dtype=torch.float32) if group else _scales(weight_OI, divisor)
+        scaled_RI = torch.empty_like(weight_OI[pieces[0]], dtype=torch.float32)
         for rows in pieces:
-            scaled = scaled_RI[: rows.stop - rows.start].copy_(rotated(weight_OI[rows], group))
-            sizes = torch.abs(scaled, out=sizes_RI[: len(scaled)])
-            torch.div(sizes.amax(dim=1, keepdim=True).clamp_(min=TINY), divisor, out=scale_O1[rows])
+            scaled = scaled_RI[: rows.stop - rows.start]
+            scaled.copy_(rotated(weight_OI[rows], group) if group else weight_OI[rows])
+            if group:
+                scale_O1[rows] = _scales(scaled, divisor)
             scaled.div_(scale_O1[rows])
             stored_OI[rows] = (scaled.round_() if integer else scaled).clamp_(-largest, largest)
         return self.of_codes(layer, stored_OI, scale_O1)
@@ -145,7 +136,7 @@ class ScaledRows(QuantisedLinears):
             self._write_stored(layer, out_OI, implementation)
             return
         # Rotated rows are for export and checks, so there is no kernel for them: products read the stored numbers.
-        for rows in _pieces(len(out_OI), layer.in_features, out_OI):
+        for rows in pieces_of(out_OI):
             out_OI[rows] = rotated(layer.weight[rows] * scale_O1[rows], group)
 
     def _write_stored(self, layer: PackedLinear, out_OI: Tensor, implementation: Implementation | None = None) -> None:
@@ -162,6 +153,10 @@ class ScaledRows(QuantisedLinears):
         else:
             out_OI.copy_(layer.weight.view(self.stored))
             torch.mul(out_OI, scale_O1, out=out_OI)
+
+
+def _scales(weight_OI: Tensor, divisor: Tensor) -> Tensor:
+    return largest_of_rows(weight_OI)[:, None].clamp_(min=TINY).div_(divisor)
 
 
 @dataclass(frozen=True)
@@ -224,74 +219,6 @@ class Nf4(QuantisedLinears):
         return found_K.add_(layer.get_buffer("offset"))
 
 
-def _pieces(count: int, size: int, like: Tensor) -> list[slice]:
-    """Return slices that split ``count`` rows of ``size`` values.
-
-    Each slice has about ``PIECE`` values; on the meta device there is only one.
-    """
-    step = count if like.is_meta else max(1, PIECE // size)
-    return [slice(begin, min(begin + step, count)) for begin in range(0, count, max(step, 1))]
-
-
-def pairs_of(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes of the nearest levels, two per byte (uint8), and each block's largest magnitude (float32)."""
-    weight_KB = weight.reshape(-1, BLOCK)
-    pairs_KP = torch.empty(len(weight_KB), BLOCK // 2, dtype=torch.uint8, device=weight.device)
-    absmax_K = torch.empty(len(weight_KB), dtype=torch.float32, device=weight.device)
-    pieces = _pieces(len(weight_KB), BLOCK, weight)
-    scaled_RB, sizes_RB = (torch.empty_like(weight_KB[pieces[0]], dtype=torch.float32) for _ in range(2))
-    nearest = NearestLevels(scaled_RB.numel(), weight.device)
-    for blocks in pieces:
-        scaled = scaled_RB[: blocks.stop - blocks.start].copy_(weight_KB[blocks])
-        torch.amax(torch.abs(scaled, out=sizes_RB[: len(scaled)]), dim=1, out=absmax_K[blocks])
-        scaled.div_(absmax_K[blocks].clamp(min=TINY)[:, None])
-        two_codes = nearest(scaled.view(-1)).view(torch.int16)  # the first in the lower byte
-        pairs_KP[blocks].view(-1).copy_(two_codes << 4 | two_codes >> 8)
-    return pairs_KP.view(-1), absmax_K
-
-
-class NearestLevels:
-    """Finds the nearest level of numbers from -1 to 1, in a twentieth of ``torch.bucketize``'s time.
-
-    The range is cut into cells that contain at most one limit between two levels. A table has this limit for each cell,
-    and the number of limits in lower cells. Buffers are reused, because on the CPU allocating memory for each piece
-    takes longer than the arithmetic.
-
-    Args:
-        count: maximum number of values per call.
-    """
-
-    def __init__(self, count: int, device: torch.device) -> None:
-        levels = torch.tensor(LEVELS, device=device)
-        limits = (levels[:-1] + levels[1:]) / 2
-        of_limits, cells = _cell(limits).int(), torch.arange(2 * CELLS + 1, device=device)
-        self._below = (of_limits < cells[:, None]).sum(dim=1).to(torch.uint8)
-        self._limit = torch.full(cells.shape, torch.inf, device=device).index_put_((of_limits.long(),), limits)
-        self._found_N = torch.empty(count, device=device)
-        self._cells_N, self._codes_N, self._above_N = (
-            torch.empty(count, dtype=dtype, device=device) for dtype in (torch.int32, torch.uint8, torch.bool)
-        )
-
-    def __call__(self, scaled_N: Tensor) -> Tensor:
-        """Return the index of the nearest level for each number: uint8 [N], valid until the next call."""
-        found_N, cells_N, codes_N, above_N = (
-            buffer[: len(scaled_N)] for buffer in (self._found_N, self._cells_N, self._codes_N, self._above_N)
-        )
-        cells_N.copy_(_cell(scaled_N, found_N)).clamp_(0, 2 * CELLS)
-        torch.index_select(self._limit, 0, cells_N, out=found_N)
-        torch.gt(scaled_N, found_N, out=above_N)
-        torch.index_select(self._below, 0, cells_N, out=codes_N)
-        return codes_N.add_(above_N)
-
-
-def _cell(scaled_N: Tensor, out_N: Tensor | None = None) -> Tensor:
-    """Return the cell of each number, not yet rounded down.
-
-    Rounding is monotonic, so the cells keep the order of the numbers.
-    """
-    return torch.mul(scaled_N, CELLS, out=out_N).add_(CELLS)
-
-
 def _mean(values_K: Tensor) -> Tensor:
     """Return the mean of numbers >= 0. It is summed in integers, so its bits do not depend on the number of threads."""
     whole = 2.0**40 / values_K.max().clamp(min=TINY).double()
@@ -306,10 +233,8 @@ def _nested(values_K: Tensor) -> tuple[Tensor, Tensor]:
     short = -len(values_K) % NESTED_BLOCK
     blocks_MB = torch.nn.functional.pad(values_K, (0, short)).view(-1, NESTED_BLOCK)
     absmax_M = blocks_MB.abs().amax(dim=1)
-    code = torch.tensor(dynamic_map(), device=values_K.device)
-    between = (code[:-1] + code[1:]) / 2
     scaled_MB = blocks_MB / absmax_M.clamp(min=TINY)[:, None]
-    return torch.bucketize(scaled_MB, between).to(torch.uint8).view(-1), absmax_M
+    return NearestLevels(dynamic_map(), scaled_MB.numel(), scaled_MB.device)(scaled_MB.view(-1)), absmax_M
 
 
 @cache

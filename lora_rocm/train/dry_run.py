@@ -7,15 +7,20 @@ are read.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import fields
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lora_rocm import __version__
 from lora_rocm.base_models.config_faults import UNFIT_ERRORS, config_unfit
 from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.base_models.random_weights import RandomSource
@@ -24,9 +29,10 @@ from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.device.placement.base import Resident
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.device.transfer import DeviceTransfer
-from lora_rocm.errors import ModelError
+from lora_rocm.errors import ModelError, StorageError
 from lora_rocm.families.base import Inputs, LoadedModel, ModelFamily, family_for
 from lora_rocm.families.objectives.loss import losses
+from lora_rocm.foundation.files import write_json
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
 from lora_rocm.memory.footprint import META, inputs_on_meta, to_meta
 from lora_rocm.memory.op_counter import Ledger
@@ -34,6 +40,7 @@ from lora_rocm.recipe.schema import Recipe
 
 VERDICTS: dict[str, ModelError | None] = {}
 """Results by base: a process may check the same base many times, once for each variant of its family."""
+KEPT = 50  # bases in the file of ``recall``
 SIDE_PX = 256
 NO_NUMBERS = "meta"
 """Word in PyTorch's error if an operation reads a number on the meta device, which has none."""
@@ -155,9 +162,10 @@ def require_computable(family: ModelFamily, recipe: Recipe) -> None:
     configs = [source.settings(name) for name in source.layout.parts]
     if not recipe.spec.trains_on_texts:
         configs.append(source.settings("scheduler"))
-    key = json.dumps(
-        [recipe.spec.name, recipe.lora.tokenises, str(source.folder), *map(str, source.own.values()), *configs]
-    )
+    software = (__version__, torch.__version__, *map(version, ("diffusers", "transformers", "peft")))
+    places = (str(source.folder), *map(str, source.own.values()))
+    parts = [*software, recipe.spec.name, recipe.lora.tokenises, *places, *configs]
+    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     if key in VERDICTS:
         before = VERDICTS[key]
         if before is None:
@@ -173,6 +181,29 @@ def require_computable(family: ModelFamily, recipe: Recipe) -> None:
         VERDICTS[key] = error
         raise
     VERDICTS[key] = None
+
+
+def recall(path: Path) -> None:
+    """Accept bases of earlier starts, which ``remember`` wrote, without computing again."""
+    for key in _remembered(path):
+        VERDICTS.setdefault(key, None)
+
+
+def remember(path: Path) -> None:
+    """Write the bases that this process accepted. Without the file, a start takes a second more."""
+    kept = _remembered(path)
+    accepted = [key for key, error in VERDICTS.items() if error is None and key not in kept]
+    if accepted:
+        with suppress(StorageError):
+            write_json(path, [*kept, *accepted][-KEPT:])
+
+
+def _remembered(path: Path) -> list[str]:
+    try:
+        value = json.loads(path.read_bytes())  # json: the program's own file, rebuilt if it is damaged
+    except (OSError, ValueError, RecursionError):
+        return []
+    return [key for key in value if isinstance(key, str)] if isinstance(value, list) else []
 
 
 def _shape(recipe: Recipe) -> SampleShape:

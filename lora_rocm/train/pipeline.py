@@ -30,7 +30,7 @@ from lora_rocm.rundir.event_types import DataEvent, StepEvent
 from lora_rocm.rundir.events import latest_steps
 from lora_rocm.rundir.layout import SUPERVISOR
 from lora_rocm.rundir.recipe_file import accept
-from lora_rocm.train import compilation, resume
+from lora_rocm.train import compilation, dry_run, resume
 from lora_rocm.train.artifacts import Artifacts
 from lora_rocm.train.base_seal import identities, seals_of
 from lora_rocm.train.build_trainer import first_pass, new_trainer
@@ -117,7 +117,10 @@ def prepare_without_training(start: StartContext) -> None:
 
 def _require_trainable(start: StartContext, family: ModelFamily) -> None:
     """Refuse a base or a LoRA file that cannot be trained."""
+    accepted = Path(start.recipe.cache.dir) / "accepted_bases.json"
+    dry_run.recall(accepted)
     base = require_usable(family, start.recipe)
+    dry_run.remember(accepted)
     require_startable(family, start.recipe, base.skeletons, start.dtype)
 
 

@@ -19,7 +19,8 @@ from lora_rocm.base_models.safetensors_file import read_hashed
 from lora_rocm.base_models.stored_weights import ComponentTensors
 from lora_rocm.errors import ModelError
 from lora_rocm.families.sdxl.family import Sdxl
-from lora_rocm.kernels.quantised import LEVELS, dynamic_map, quantised
+from lora_rocm.kernels.nf4_codes import LEVELS
+from lora_rocm.kernels.quantised import dynamic_map, quantised
 from lora_rocm.kernels.weight_format import PackedLinear, WeightFormat, dense_weight
 from lora_rocm.model_files.header import read_header
 from tests.tiny_models import read_json, tiny_pipeline, tiny_recipe, write_config_folder, write_single_file

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lora_rocm.kernels.quantised import LEVELS, NearestLevels, Nf4, QuantisedLinears, pairs_of, quantised
+from lora_rocm.kernels.nf4_codes import LEVELS, TINY, NearestLevels, pairs_of
+from lora_rocm.kernels.quantised import Nf4, QuantisedLinears, dynamic_map, quantised
 from lora_rocm.kernels.weight_format import DENSE, PackedLinear, dense_shape, dense_weight, pack
 from lora_rocm.planning.format_errors import format_errors
 
@@ -146,7 +147,7 @@ def test_only_matching_frozen_linear_layers_are_packed() -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_pieces_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = packed(name, weights())
-    monkeypatch.setattr("lora_rocm.kernels.quantised.PIECE", 1000)  # rows and blocks that do not divide evenly
+    monkeypatch.setattr("lora_rocm.kernels.nf4_codes.PIECE", 1000)  # rows and blocks that do not divide evenly
     in_pieces = packed(name, weights())
     for (key, tensor), (_, other) in zip(whole.state_dict().items(), in_pieces.state_dict().items(), strict=True):
         assert torch.equal(tensor, other), key
@@ -162,16 +163,38 @@ def test_the_bytes_are_the_same_on_a_gpu(name: str) -> None:
         assert torch.equal(found[key].cpu(), tensor), key
 
 
-def test_the_nearest_level_is_that_of_a_search() -> None:
-    levels = torch.tensor(LEVELS)
-    limits = (levels[:-1] + levels[1:]) / 2
-    ends = torch.tensor([-1.0, -0.0, 0.0, 1.0])
+@pytest.mark.parametrize("levels", [LEVELS, dynamic_map()], ids=["nf4", "dynamic map"])
+def test_the_nearest_level_is_that_of_a_search(levels: tuple[float, ...]) -> None:
+    levels_L = torch.tensor(levels)
+    limits = (levels_L[:-1] + levels_L[1:]) / 2
+    ends = torch.tensor([-1.0, -0.0, 0.0, 1.0, -1e-45, 1e-45, 1e-38, -torch.inf, torch.inf])
     beside = [torch.nextafter(limits, torch.full_like(limits, towards)) for towards in (-2.0, 2.0)]
     drawn = torch.rand(100_000, generator=torch.Generator().manual_seed(4)) * 2 - 1
-    numbers = torch.cat([limits, *beside, levels, ends, drawn])
-    nearest = NearestLevels(len(numbers), numbers.device)
+    numbers = torch.cat([limits, *beside, levels_L, ends, drawn, drawn * 1e-4])
+    nearest = NearestLevels(levels, len(numbers), numbers.device)
     assert torch.equal(nearest(numbers).int(), torch.bucketize(numbers, limits, out_int32=True))
     assert not torch.equal(nearest(beside[0]).clone(), nearest(beside[1])), "the control"
+
+
+def test_codes_of_bf16_from_the_table_are_those_of_a_division() -> None:
+    """Blocks of all sizes: random bits, blocks of zeros, numbers below ``TINY``, and single large numbers."""
+    generator = torch.Generator().manual_seed(5)
+    bits = torch.randint(-(1 << 15), 1 << 15, (256, 64), generator=generator).to(torch.int16).view(torch.bfloat16)
+    normal = (
+        torch.randn(9 * 64, 64, generator=generator) * 10.0 ** torch.arange(-40, 32, 8).repeat_interleave(64)[:, None]
+    )
+    normal[::7, 3] *= 1000
+    small = torch.randn(64, 64, generator=generator) * TINY / 3
+    blocks = torch.cat(
+        [bits.where(bits.isfinite(), 0), normal.bfloat16(), small.bfloat16(), torch.zeros(2, 64).bfloat16()]
+    )
+    pairs, absmax = pairs_of(blocks)
+    divided = blocks.float() / absmax.clamp(min=TINY)[:, None]
+    limits = (torch.tensor(LEVELS)[:-1] + torch.tensor(LEVELS)[1:]) / 2
+    codes = torch.bucketize(divided, limits).view(-1, 2)
+    assert torch.equal(pairs.long(), codes[:, 0] << 4 | codes[:, 1])
+    assert torch.equal(absmax, blocks.float().abs().amax(1)) and (absmax < TINY).any() and (absmax > 1e20).any()
+    assert torch.equal(pairs, pairs_of(blocks.float())[0]), "the same weights in float32 take no table"
 
 
 def test_the_levels_are_quantiles_of_the_normal_distribution() -> None:
