@@ -16,6 +16,8 @@ from torch import Tensor
 
 GROUPS = (256, 64, 16)
 """Numbers of inputs that are rotated together. They are powers of 4; 256 is the number of ConvRot's published files."""
+PIECE = 1 << 17
+"""Values that a CPU rotates at once: few enough for the cache of a core."""
 
 
 def group_of(inputs: int) -> int:
@@ -24,7 +26,7 @@ def group_of(inputs: int) -> int:
 
 
 def rotated(x: Tensor, group: int) -> Tensor:
-    """Return the rotated rows as a new float32 tensor. With ``group`` 0 nothing is rotated.
+    """Return the rotated rows in float32. With ``group`` 0 nothing is rotated.
 
     Sums are (a + b) + (c + d), as in the kernels, so that both give the same bits.
 
@@ -32,14 +34,26 @@ def rotated(x: Tensor, group: int) -> Tensor:
         x: numbers [..., N].
         group: 0, or one of ``GROUPS`` that divides N.
     """
-    found, apart = x.float(), 1
+    if not group:
+        return x.float()
+    groups_KG = x.reshape(-1, group)
+    found_KG = torch.empty_like(groups_KG, dtype=torch.float32, memory_format=torch.contiguous_format)
+    count = PIECE // group if x.device.type == "cpu" else max(1, len(groups_KG))
+    for found, given in zip(found_KG.split(count), groups_KG.split(count), strict=True):
+        found.copy_(_rotated_columns(given.t().to(torch.float32, memory_format=torch.contiguous_format, copy=True)).t())
+    return found_KG.view(x.shape)
+
+
+def _rotated_columns(x_GK: Tensor) -> Tensor:
+    """Rotate columns in place, and return them. Rows that are added are contiguous memory, unlike in rotated rows."""
+    group, apart = len(x_GK), 1
     while apart < group:
-        fours = found.reshape(-1, 2, 2, apart)
-        pairs = fours[:, :, 0] + fours[:, :, 1]
-        halves = (pairs[:, 0] + pairs[:, 1]).mul_(0.5)
-        found = (halves[:, None, None] - fours).view(x.shape)
+        fours = x_GK.view(-1, 4, apart * x_GK.shape[1])
+        halves = fours[:, 0] + fours[:, 1]
+        halves.add_(fours[:, 2] + fours[:, 3]).mul_(0.5)
+        torch.sub(halves[:, None], fours, out=fours)
         apart *= 4
-    return found
+    return x_GK
 
 
 def rotated_few(x: Tensor, group: int) -> Tensor:
