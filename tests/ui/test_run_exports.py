@@ -154,21 +154,35 @@ def test_errors_are_those_of_the_command(file_format: str, step: str, code: str,
     assert site.get("/runs/exports", **RUN, step="9" * 5000).count("selected") == 1
 
 
-def test_a_missing_converter_is_named_before_the_export(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    mark, run_dir = 'class="converter-missing"', site.run()
-    assert mark not in site.get("/runs/exports", **RUN), "no format of an image model needs it"
+def test_without_a_converter_the_button_of_gguf_is_disabled_with_the_reason(
+    site: Site, child: FakeChild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def disabled(**query: str) -> list[str]:
+        """The disabled buttons. Each is described by the element with the reason, and sends no form."""
+        shown = site.get("/runs/exports", **RUN, **query)
+        found = re.findall(r'<button id="export-(\w+)" type="button" aria-disabled="true"', shown)
+        assert found == re.findall(r'aria-describedby="export-(\w+)-what">[^<]*</button> <span[^>]*>[^<]*<b class', shown)
+        return found
+
+    run_dir = site.run()
+    assert disabled() == [], "no format of an image model needs it"
     of_text(site, run_dir)
     monkeypatch.delenv("LLAMA_CPP", raising=False)
-    assert mark in site.get("/runs/exports", **RUN)
-    (site.folder / SCRIPT).touch()
-    monkeypatch.setenv("LLAMA_CPP", str(site.folder))
-    assert mark not in site.get("/runs/exports", **RUN)
+    assert disabled() == ["gguf"]
+    # The server refuses at the same place
+    assert code_of(begin(site, "gguf")) == "gguf-converter-missing"
+    assert site.context.background.of("export-runs-a-run") is None
+    # A folder in the field counts before it is posted, and only with the script in it
+    (site.folder / "llama.cpp").mkdir()
+    assert disabled(llama_cpp="llama.cpp") == ["gguf"] == disabled(llama_cpp="nothing") == disabled(llama_cpp="/")
+    (site.folder / "llama.cpp" / SCRIPT).touch()
+    assert disabled(llama_cpp="llama.cpp") == [] and disabled() == ["gguf"]
+    monkeypatch.setenv("LLAMA_CPP", str(site.folder / "llama.cpp"))
+    assert disabled() == []
 
 
 def test_the_converter_is_in_a_named_folder(site: Site, child: FakeChild, tmp_path: Path) -> None:
     of_text(site, site.run())
-    begin(site, "gguf")
-    assert code_of(ended(site)) == "gguf-converter-missing"
     inside, outside = site.folder / "llama.cpp", tmp_path / "elsewhere"
     for folder in (inside, outside):
         folder.mkdir()
