@@ -27,7 +27,7 @@ from lora_rocm.ui.pages.run_exports import export_key
 from lora_rocm.ui.part import Part
 from lora_rocm.ui.rendering import fragment, is_fragment, page, problem
 from lora_rocm.ui.run_details import TEXT
-from lora_rocm.ui.run_files import download_name
+from lora_rocm.ui.run_files import download_name, peft_folders_by_step
 from lora_rocm.ui.run_list import newest_runs
 from lora_rocm.ui.thumbnails import MEDIA_TYPE, SIDES_PX, thumbnail
 
@@ -370,6 +370,10 @@ def _take(ui: UiContext, found: ChooseRun) -> Values:
     curve = _held_out(ui, run_dir) if kind == TEXT else []
     return {
         "kind": kind,
+        "zips": {
+            updates: path.relative_to(run_dir.path).as_posix()
+            for updates, path in (peft_folders_by_step(ui.views.of(run_dir)) if kind == TEXT else {}).items()
+        },
         "losses": [(updates, _loss_at(curve, updates)) for updates in steps],
         "is_measured": bool(curve),
         "is_blind": is_blind,

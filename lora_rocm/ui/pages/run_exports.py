@@ -18,7 +18,7 @@ from lora_rocm.ui.context import UiContext, context_of
 from lora_rocm.ui.fields import fields_of, query_of, text_of, whole_number_of
 from lora_rocm.ui.free_gpu import require_room
 from lora_rocm.ui.rendering import fragment
-from lora_rocm.ui.run_files import export_place, files_in
+from lora_rocm.ui.run_files import export_place
 
 if TYPE_CHECKING:
     from lora_rocm.commands.sample_export import ExportResult
@@ -44,9 +44,10 @@ async def begin(request: Request) -> Response:
 
 
 def _begin(request: Request, file_format: str, step: int, llama_cpp: str) -> Response:
-    from lora_rocm.commands.sample_export import GGUF, export
+    from lora_rocm.commands.sample_export import export
     from lora_rocm.families.registry import FAMILIES
     from lora_rocm.foundation.files import make_folder
+    from lora_rocm.recipe.adapter_sections import GGUF
     from lora_rocm.supervisor.choose_run_dir import open_recipe
 
     ui = context_of(request)
@@ -92,8 +93,9 @@ def export_key(ui: UiContext, run_dir: RunDir) -> str:
 
 
 def _shown(request: Request, run_dir: RunDir, step: str, llama_cpp: str) -> Response:
-    from lora_rocm.commands.sample_export import GGUF, export_text
+    from lora_rocm.commands.sample_export import export_text
     from lora_rocm.families.registry import FAMILIES
+    from lora_rocm.recipe.adapter_sections import GGUF
     from lora_rocm.supervisor.choose_run_dir import open_recipe
 
     ui = context_of(request)
@@ -101,9 +103,7 @@ def _shown(request: Request, run_dir: RunDir, step: str, llama_cpp: str) -> Resp
     formats = open_recipe(run_dir.path, FAMILIES)[1].exportable if steps else ()
     work = ui.background.of(export_key(ui, run_dir))
     result: ExportResult | None = work.result if work is not None else None
-    written: list[Path] = []
-    if result is not None and run_dir.holds(result.path):
-        written = files_in(run_dir, result.path) if result.path.is_dir() else [result.path]
+    written = [] if result is None or not run_dir.holds(result.path) else [result.path]
     return fragment(
         request,
         TEMPLATE,
@@ -118,6 +118,7 @@ def _shown(request: Request, run_dir: RunDir, step: str, llama_cpp: str) -> Resp
         work=work,
         said=export_text(result).splitlines() if result is not None else [],
         written=[path for path in written if path.is_file()],
+        is_folder=any(path.is_dir() for path in written),
     )
 
 
