@@ -76,6 +76,14 @@ class ChooseRun:
         return key_of("choose", self.name)
 
 
+@dataclass(frozen=True)
+class DrawnGrid:
+    """The result of drawing. count: number of new pictures or answers. notices: messages of the process that drew."""
+
+    count: int
+    notices: tuple[str, ...]
+
+
 def listed(request: Request) -> Response:
     """The runs with LoRA files."""
     runs = [run for run in newest_runs(context_of(request).folders) if RunDir(run.listed.path).checkpoint_loras()]
@@ -124,11 +132,13 @@ def _drawn(request: Request, prompts: list[str], strengths: list[float], most: i
     asked = new_request(found.run_dir, found.recipe, prompts, strengths, most)
     grid = grid_of(found.run_dir, found.recipe, asked)
 
-    def work(work: Work) -> int:
+    def work(work: Work) -> DrawnGrid:
         work.report(t("work.loading"))
         if grid.missing:
             require_room(ui.folders, found.run_dir)
-        return draw_missing(found.run_dir, found.recipe, grid, work.report, work.advance, work.require_wanted)
+        notices = dict[str, None]()
+        count = draw_missing(found.run_dir, found.recipe, grid, notices.setdefault, work.advance, work.require_wanted)
+        return DrawnGrid(count, tuple(notices))
 
     ui.background.start(found.key, work)
     save_request(found.run_dir, asked)
