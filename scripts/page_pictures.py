@@ -202,6 +202,7 @@ def read_texts(page: Any) -> None:
 def checked(page: Any) -> None:
     """The recipe with its texts counted, and with the memory of each card."""
     page.locator("#check dl").wait_for()
+    page.locator("#check progress").wait_for(state="detached")
     counted(page)
 
 
@@ -219,10 +220,11 @@ def files_shown(page: Any) -> None:
 
 def answered(page: Any) -> None:
     """A chat with the answers to one message."""
-    if page.locator(".answers, .exchange").count() == 0:
-        page.get_by_label("Message").fill("There are two grey owls singing in the barn.")
+    if page.locator(".exchange").count() == 0:
+        page.locator("#field-prompt").fill("There are two grey owls singing in the barn.")
         page.get_by_role("button", name="Send").click()
-    page.locator(".exchange").first.wait_for()
+        page.locator(".exchange").first.wait_for()
+    page.locator(".caret").first.wait_for(state="detached")
 
 
 def all_keys(page: Any) -> None:
@@ -272,6 +274,7 @@ def load_pictures(page: Any) -> None:
     """Wait for charts and thumbnails, and for the pictures that otherwise load only near the window."""
     page.wait_for_timeout(1500)
     page.evaluate("for (const each of document.querySelectorAll('main img[loading=lazy]')) each.loading = 'eager'")
+    page.evaluate("scrollTo(0, 0)")  # the navigation stays at the top
     pictures = "[...document.querySelectorAll('main img[src]')]"
     page.evaluate(f"Promise.all({pictures}.map((each) => each.decode().catch(() => null)))")
     page.wait_for_timeout(300)

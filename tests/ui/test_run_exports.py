@@ -215,7 +215,7 @@ def test_without_a_converter_the_button_of_gguf_is_disabled_with_the_reason(
     site: Site, child: FakeChild, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def disabled(**query: str) -> list[str]:
-        """The disabled buttons. Each is described by the element with the reason, and sends no form."""
+        """The disabled buttons. Each is described by the element with the reason, and posts nothing."""
         shown = site.get("/runs/exports", **RUN, **query)
         found = re.findall(r'<button id="export-(\w+)" type="button" aria-disabled="true"', shown)
         assert found == re.findall(

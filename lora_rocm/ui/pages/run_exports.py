@@ -123,7 +123,7 @@ def _shown(request: Request, run_dir: RunDir, step: str, llama_cpp: str) -> Resp
 
 
 def _converter_fault(ui: UiContext, llama_cpp: str) -> str:
-    """Return why no GGUF file can be written, or an empty text. The answer is that of ``begin``."""
+    """Return why no GGUF file can be written, as ``begin`` refuses it; an empty text if one can."""
     try:
         _converter(ui, llama_cpp)
     except UserError as error:
