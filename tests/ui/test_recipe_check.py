@@ -122,7 +122,7 @@ def test_a_recipe_leads_to_its_images(site: Site, cats: Path) -> None:
 
 
 def fitting(html: str) -> list[str]:
-    return re.findall(r"<li><code>(\w+\.\w+: \d+)</code>", html)
+    return re.findall(r"<li><code>(\w+\.\w+: \d+)</code>", html.replace("<wbr>", ""))
 
 
 def fit(site: Site, text: str) -> Any:
