@@ -64,7 +64,7 @@ train:
   batch_size: 4
 
 sample:
-  every_n_steps: 100
+  every_n_steps: 75
   prompts:
     - a zibu on a green striped background
     - a zibu in the middle on a blue background

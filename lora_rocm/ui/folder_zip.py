@@ -52,7 +52,7 @@ def zip_answer(run_dir: RunDir, folder: ResultFolder) -> StreamingResponse:
     odd = [name for name in names if any(NOT_PORTABLE.search(part) for part in name.split("/"))]
     if odd or not _is_whole(folder):
         what = f"A file's name is not portable: {odd[0]!a:.100}." if odd else "It has more files than the page lists."
-        fix = "Copy the folder with the programs of your machine."
+        fix = "Copy the folder itself."
         where = str(folder.path)
         raise UserError("folder-not-zipped", f"This folder cannot be one ZIP file. {what}", where=where, fix=fix)
     top = zip_name(run_dir, folder.path)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from lora_rocm.commands import comparison_grid
+from lora_rocm.commands.sample_export import SCRIPT
 from lora_rocm.processes.jobs import CompareJob
 from lora_rocm.rundir.clicks import read_clicks
 from tests.supervisor.fake_run import event
@@ -134,3 +135,23 @@ def test_the_focus_is_at_the_vote_when_the_answers_are_made(
     if not is_writing:
         page.keyboard.press("1")
         page.locator("#votes", has_text="Votes: 1.").wait_for()
+
+
+def test_a_named_folder_of_llama_cpp_enables_its_button(tab: Tab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text of the field stays, because only the button is exchanged."""
+    monkeypatch.delenv("LLAMA_CPP", raising=False)
+    run_dir = with_files(tab.run("answers"))
+    with_text_recipe(run_dir, tab.folder)
+    (tab.folder / "llama.cpp").mkdir()
+    (tab.folder / "llama.cpp" / SCRIPT).touch()
+    page = tab.open("/choose/run?dir=runs%2Fanswers")
+    button, field = page.locator("#export-gguf"), page.get_by_label("Folder of llama.cpp")
+    page.locator("#export-gguf[aria-disabled=true]").click(force=True)
+    page.wait_for_timeout(200)
+    assert tab.server.context.background.of("export-runs-answers") is None and tab.axe() == []
+    field.press_sequentially("llama.cpp", delay=10)
+    page.locator("#export-gguf:not([aria-disabled])").wait_for()
+    assert field.input_value() == "llama.cpp" and page.evaluate("document.activeElement.id") == "field-llama_cpp"
+    assert button.count() == 1 and button.get_attribute("type") is None
+    field.fill("nothing")
+    page.locator("#export-gguf[aria-disabled=true]").wait_for()
