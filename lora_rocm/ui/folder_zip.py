@@ -83,6 +83,7 @@ def _pieces(files: dict[str, Path]) -> Iterator[bytes]:
     with zipfile.ZipFile(sent, "w", zipfile.ZIP_STORED) as archive:
         for name, path in files.items():
             entry = zipfile.ZipInfo.from_file(path, name, strict_timestamps=False)
+            # writes: pieces for the browser; there is no file
             with path.open("rb") as file, archive.open(entry, "w", force_zip64=True) as into:
                 while piece := file.read(PIECE_BYTES):
                     into.write(piece)
