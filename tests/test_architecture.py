@@ -70,7 +70,7 @@ ROOMS: dict[str, str] = {
     "__main__": LIGHT,
 }
 """A room imports from itself and from rooms above it, so there is no circle of rooms."""
-BINARY_OPENERS = {"Image", "os", "webbrowser", "zipfile", "tarfile"}
+BINARY_OPENERS = {"Image", "os", "webbrowser", "zipfile", "tarfile", "archive"}
 NOT_AT_START = ("tensorboard", "torch.utils.tensorboard", "datasets", "torch._dynamo", "torch._inductor", "pandas")
 OF_BLAS = (
     "_int_mm",

@@ -95,7 +95,7 @@ def child(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     answer: dict[str, Any] = {"footprint": net().to_json(), "precision": "bf16", "model_is_here": True}
     answer |= {"gpu": None, "encoders": []}
 
-    def run_for_json(module: str, arguments: list[str], env: dict[str, str]) -> dict[str, Any]:
+    def run_for_json(module: str, arguments: list[str], env: dict[str, str], *follow: object) -> dict[str, Any]:
         asked = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
         answer["asked"] = asked
         return {key: value for key, value in answer.items() if key != "asked"}
