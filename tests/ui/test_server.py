@@ -118,7 +118,7 @@ def _ask(asked: http.client.HTTPConnection, headers: dict[str, str], count: int)
 
 
 def _received(raw: socket.socket) -> bytes:
-    """What the server sends within 10 s: nothing where it has ended the connection, in order or by a reset."""
+    """The server's bytes of the next 10 s: nothing where it has ended the connection, in order or by a reset."""
     raw.settimeout(10)
     try:
         return raw.recv(65536)
