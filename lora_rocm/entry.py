@@ -1,6 +1,7 @@
 """The program ``lora-rocm``: imports the commands, so that Ctrl+C meanwhile ends it like any command.
 
-It imports nothing that Python has not loaded, because Ctrl+C would show a traceback there. What remains is the start of Python itself.
+It imports nothing that Python has not loaded, because Ctrl+C would show a traceback there. What remains is the start of
+Python itself.
 """
 
 import os

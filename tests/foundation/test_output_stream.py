@@ -176,7 +176,7 @@ def test_a_full_disk_below_any_output_ends_without_a_traceback(words: str, code:
     assert (done.returncode, both.returncode) == (code, code)
     assert done.stderr and not any(word in done.stderr for word in (b"Traceback", b"ignored", b"bug"))
     if words in ("--help", "nope --json"):  # the control
-        usual = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=place, timeout=WAIT_S)
+        usual = subprocess.run(command, capture_output=True, cwd=place, timeout=WAIT_S)
         assert usual.stdout and usual.returncode == (0 if words == "--help" else 2)
 
 
