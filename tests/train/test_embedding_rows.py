@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -129,12 +131,16 @@ def test_two_ranks_have_equal_bytes_with_the_embedding_in_main_memory_and_after_
 
 def ranks(run_dir: RunDir, in_main_memory: bool) -> list[tuple[int, bool]]:
     """Train with two processes; (exit code, whether it has sent rows) of each."""
-    children = []
-    for env in environments({**os.environ, "PYTHONPATH": str(ROOT), "LORA_ROCM_HOME": str(run_dir.path.parent)}, 2):
-        command = [sys.executable, "-m", "tests.train.embedding_rank", str(int(in_main_memory)), str(run_dir.path)]
-        children.append(subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-    said = [child.stdout.read() if child.stdout else "" for child in children]
-    return [(child.wait(WAIT_S), int(text.splitlines()[-1]) > 0) for child, text in zip(children, said, strict=True)]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "LORA_ROCM_HOME": str(run_dir.path.parent)}
+    command = [sys.executable, "-m", "tests.train.embedding_rank", str(int(in_main_memory)), str(run_dir.path)]
+    with ExitStack() as stack:
+        children = [  # their standard input stays open: when that closes, a worker stops
+            stack.enter_context(subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            for env in environments(environ, 2)
+        ]
+        said = [child.stdout.read() if child.stdout else b"" for child in children]
+        codes = [child.wait(WAIT_S) for child in children]
+    return [(code, int(text.splitlines()[-1]) > 0) for code, text in zip(codes, said, strict=True)]
 
 
 def rows_with(fault: str) -> tuple[EmbeddingRows, DeviceTransfer, nn.Embedding]:
@@ -170,8 +176,11 @@ def test_lookups_outside_a_batch_give_the_same_rows() -> None:
     rows, transfer, table = rows_with("")
     assert torch.equal(table(IDS_BS), table.weight[IDS_BS])
     assert transfer.send({"noise": torch.zeros(2, 3)}, {"noise": fingerprint(torch.zeros(2, 3))})[0].keys() == {"noise"}
+    assert table.state_dict().keys() == {"weight"}
     rows.close()
     assert transfer.extra is None and torch.equal(table(IDS_BS), table.weight[IDS_BS])
+    again = pickle.loads(pickle.dumps(table))
+    assert torch.equal(again(IDS_BS), table(IDS_BS)), "nothing of the placement stays in the module"
 
 
 @pytest.mark.parametrize(("name", "moves"), [("llama", True), ("smollm", False), ("gemma3", False)])

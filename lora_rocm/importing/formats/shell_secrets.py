@@ -1,9 +1,8 @@
 """Finds the secrets of a shell script, batch file or PowerShell script. Nothing is executed.
 
-A secret may reach a program by an option, a variable with a default, an array, the output of a
-command, a pipe, a here-document or a loop. So this module follows data, and evaluates nothing: it records which words
-may reach which variable. Each literal text that may reach a secret name or a login is a secret. It finds too many
-rather than too few.
+A secret may reach a program by an option, a variable with a default, an array, the output of a command, a pipe, a
+here-document or a loop. So this module follows data, and evaluates nothing: it records which words may reach which
+variable. Each literal text that may reach a secret name or a login is a secret. It finds too many rather than too few.
 """
 
 from __future__ import annotations
