@@ -337,7 +337,7 @@ def main() -> None:
     for made in (output, folder):
         made.mkdir(parents=True, exist_ok=True)
     os.environ["LORA_ROCM_HOME"] = str(folder.parent / "home")
-    os.environ["PYTHONPATH"] = str(ROOT)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     os.chdir(folder)
     fill(folder)
     take(folder, output, given.only)

@@ -10,7 +10,7 @@ from typing import Any
 
 from lora_rocm.commands.output import Notify, unheard
 from lora_rocm.dataset.images.preview_images import faults
-from lora_rocm.errors import AdapterError, MachineError, StoppedError, UserError
+from lora_rocm.errors import AdapterError, MachineError, UserError
 from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.files import followed, require_place
 from lora_rocm.foundation.units import number_text
@@ -28,7 +28,7 @@ from lora_rocm.rundir import results
 from lora_rocm.rundir.event_types import DrawnEvent, Event, ExportEvent, NoticeEvent
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.made_from import Made, record_export, stale_exports
-from lora_rocm.rundir.remains import discard_abandoned
+from lora_rocm.rundir.remains import discard_abandoned, leaving_nothing
 from lora_rocm.supervisor.choose_run_dir import holds_run, open_recipe
 
 FOLDER_FORMS = ("peft", MERGED)
@@ -387,11 +387,8 @@ def _export(
             made_from = event.updates, event.checkpoint
             written.append(ExportResult(file_format, Path(event.path), event.max_difference, *read, *made_from))
 
-    try:
+    with leaving_nothing(target):
         run_model_tool(job, on_event, notify, require_wanted)
-    except StoppedError:
-        discard_abandoned(target)
-        raise
     if output is None:
         record_export(run_dir, file_format, Made(written[-1].updates, written[-1].checkpoint))
     return written[-1]

@@ -15,7 +15,7 @@ import pytest
 
 from lora_rocm.commands import sample_export
 from lora_rocm.commands.sample_export import SCRIPT
-from lora_rocm.errors import StoppedError
+from lora_rocm.errors import StoppedError, UserError
 from lora_rocm.page_parts.texts import t
 from lora_rocm.processes.jobs import ExportJob
 from lora_rocm.recipe.load import dump_recipe, load_recipe
@@ -195,6 +195,39 @@ def test_an_export_is_cancelled_and_runs_once_at_a_time(site: Site, child: FakeC
     work = site.context.background.of("export-runs-a-run")
     assert work is not None and isinstance(work.error, StoppedError) and len(child.jobs) == 1
     assert 'value="peft"' in shown and "badge-cancelled" in shown  # it may be begun again
+
+
+@pytest.mark.parametrize("file_format", ["diffusers", "peft"])
+@pytest.mark.parametrize("step", ["20", "40"])
+@pytest.mark.parametrize("end", ["cancelled", "failed", "cancelled while writing", "done"])
+def test_an_export_that_is_cancelled_leaves_nothing(
+    file_format: str, step: str, end: str, site: Site, child: FakeChild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = site.run()
+    write_checkpoint(run_dir, 20)
+    before = sorted(run_dir.path.rglob("*"))
+
+    def stopped(job: ExportJob, *arguments: Any) -> None:
+        if end == "cancelled while writing":
+            child(job, *arguments)
+        error = UserError("x", "It failed.") if end == "failed" else StoppedError("cancelled", "Stopped.")
+        raise error
+
+    if end != "done":
+        monkeypatch.setattr(sample_export, "run_model_tool", stopped)
+    begin(site, file_format, step)
+    ended(site)
+    after = sorted(run_dir.path.rglob("*"))
+    assert (after == before) == (end != "done"), "the control: a finished export is there"
+    if end != "done":  # a file that was there before is kept
+        monkeypatch.setattr(sample_export, "run_model_tool", child)
+        begin(site, file_format, step)
+        ended(site)
+        whole = sorted(run_dir.path.rglob("*"))
+        monkeypatch.setattr(sample_export, "run_model_tool", stopped)
+        begin(site, file_format, step)
+        ended(site)
+        assert sorted(run_dir.path.rglob("*")) == whole
 
 
 @pytest.mark.parametrize(

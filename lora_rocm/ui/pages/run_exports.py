@@ -48,6 +48,7 @@ def _begin(request: Request, file_format: str, step: int, llama_cpp: str) -> Res
     from lora_rocm.families.registry import FAMILIES
     from lora_rocm.foundation.files import make_folder
     from lora_rocm.recipe.adapter_sections import GGUF
+    from lora_rocm.rundir.remains import leaving_nothing
     from lora_rocm.supervisor.choose_run_dir import open_recipe
 
     ui = context_of(request)
@@ -60,18 +61,19 @@ def _begin(request: Request, file_format: str, step: int, llama_cpp: str) -> Res
         if file_format not in recipe.spec.conversions:
             work.report(t("work.loading"))
             require_room(ui.folders, run_dir)
-        if output is not None:
-            make_folder(output.parent, run_dir.path)
-        return export(
-            run_dir.path,
-            file_format,
-            output=output,
-            dtype=None,
-            converter=converter,
-            step=step,
-            notify=work.report,
-            require_wanted=work.require_wanted,
-        )
+        with leaving_nothing(output or run_dir.export_of(file_format)):
+            if output is not None:
+                make_folder(output.parent, run_dir.path)
+            return export(
+                run_dir.path,
+                file_format,
+                output=output,
+                dtype=None,
+                converter=converter,
+                step=step,
+                notify=work.report,
+                require_wanted=work.require_wanted,
+            )
 
     ui.background.start(export_key(ui, run_dir), work)
     return _shown(request, run_dir, str(step), llama_cpp)
