@@ -71,7 +71,8 @@ def write_lora(path: Path) -> None:
 
 def processor_s(checkout: Path, words: list[str], folder: Path) -> float:
     """Return the processor time of one command, in a new process."""
-    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    path = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path}
     main = "import sys; sys.argv[0] = 'lora-rocm'; from lora_rocm.cli import main; main()"
     before = os.times()
     command = [sys.executable, "-c", main, *words]

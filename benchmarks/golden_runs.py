@@ -137,7 +137,8 @@ def trained(family: str, tree: Path, images: Path, run: Path, cache: Path, keys:
         settings["data.path"] = str(images)
     command = [sys.executable, "-P", "-m", "lora_rocm", "train", str(tree / "recipes" / RECIPES[family])]
     command += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HOOK), str(tree)]), "GOLDEN_ORDER": str(order)}
+    path = os.pathsep.join(filter(None, (str(HOOK), str(tree), os.environ.get("PYTHONPATH"))))
+    environ = {**os.environ, "PYTHONPATH": path, "GOLDEN_ORDER": str(order)}
     done = subprocess.run(
         [*command, "--run-dir", str(run), *more],
         cwd=run.parent,

@@ -69,7 +69,7 @@ def _one_start(root: Path, checkout: Path, family: str) -> dict[str, Any]:
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.mkdir(parents=True)
     (run_dir / "recipe.yaml").write_text(json.dumps(_recipe(root, family)), encoding="utf-8")  # JSON is YAML
-    path = os.pathsep.join([str(checkout), str(ROOT)])
+    path = os.pathsep.join(filter(None, (str(checkout), str(ROOT), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-P", "-m", "lora_rocm.processes.child_main", MODULE, str(run_dir)]
     # bytecode is written: otherwise each start would compile the program
     env = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "", "LORA_ROCM_HOME": str(root / "home")}

@@ -475,7 +475,7 @@ def schema(output: Output) -> int:
 
 def main() -> None:
     """Entry point of ``lora-rocm``. Characters that cannot be printed never prevent a message."""
-    from lora_rocm.foundation.output_stream import outlive
+    from lora_rocm.foundation.output_stream import drop_unwritten, outlive
     from lora_rocm.foundation.safe_path import forbid_programs_here
 
     forbid_programs_here()
@@ -485,4 +485,14 @@ def main() -> None:
         elif hasattr(getattr(sys, name), "reconfigure"):
             getattr(sys, name).reconfigure(errors="replace")
     sys.stderr = outlive(sys.stderr)  # a closed stderr must not change the exit code
-    app(prog_name="lora-rocm")
+    try:
+        app(prog_name="lora-rocm")
+    except OSError as raised:  # a help text or a version could not be written; commands report their own errors
+        from lora_rocm.errors import storage_error
+        from lora_rocm.foundation.exit_codes import report_error
+
+        error = storage_error(raised, raised.filename or "")
+        report_error(error)
+        sys.exit(error.exit_code)
+    finally:
+        drop_unwritten(sys.stdout)

@@ -1,8 +1,10 @@
 """The program ``lora-rocm``: imports the commands, so that Ctrl+C meanwhile ends it like any command.
 
-It imports nothing else, because Ctrl+C would show a traceback there. What remains is the start of Python itself.
+It imports nothing that Python has not loaded, because Ctrl+C would show a traceback there. What remains is the start of
+Python itself.
 """
 
+import os
 import sys
 
 STOPPED = 130
@@ -19,8 +21,11 @@ def main() -> None:
 
         run()
     except KeyboardInterrupt:
-        if "--json" in sys.argv and sys.stdout is not None:
-            sys.stdout.write(DOCUMENT)
-        if sys.stderr is not None:
-            sys.stderr.write("Stopped.\n")
+        for stream, text in ((sys.stdout, DOCUMENT if "--json" in sys.argv else ""), (sys.stderr, "Stopped.\n")):
+            try:
+                if stream is not None:
+                    stream.write(text)
+                    stream.flush()
+            except OSError:  # the exit code remains; Python would print a traceback about unwritten text
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # writes: the system's null device
         sys.exit(STOPPED)

@@ -1,8 +1,9 @@
-"""Take pictures of each part of the page, at three widths, light and dark, with a real run of the tiny model.
+"""Take pictures of each part of the page, at three widths, light and dark, with real runs of the tiny models.
 
     python -m scripts.page_pictures OUTPUT [--folder FOLDER] [--only NAME] [--docs]
 
-The folder is filled first: images, recipes, a run (some minutes on two cores), pictures by strength, votes, a queue.
+The folder is filled first: images, texts, recipes, two runs (some minutes on two cores), pictures by strength, answers,
+votes, a queue.
 Existing files are kept, so a second call only takes pictures. ``--docs`` renews the pictures of the documentation,
 which are a few of them with few colours.
 """
@@ -35,7 +36,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs" / "images"
 BUILTIN = ROOT / "lora_rocm" / "builtin" / "demo_images"
 CHROMIUM = "/usr/bin/chromium"
-RUN = "zibu-run"
+CHATS = ROOT / "lora_rocm" / "builtin" / "demo_chats.jsonl"
+RUN, TEXT_RUN = "zibu-run", "notes-run"
 STEPS, STRENGTHS = 300, (0.6, 1.0)
 WIDTHS_PX = {360: 780, 1280: 900, 2560: 1440}
 COLOURS, FRAME_PX, REPEATS = 256, 208, 12
@@ -62,7 +64,7 @@ train:
   batch_size: 4
 
 sample:
-  every_n_steps: 100
+  every_n_steps: 75
   prompts:
     - a zibu on a green striped background
     - a zibu in the middle on a blue background
@@ -73,26 +75,87 @@ output:
   save_every_n_steps: 60
 """
 
+TEXT_RECIPE = """\
+# Notes in an invented notation
+model:
+  family: causal-lm
+  name_or_path: builtin:tiny-llama
+
+data:
+  sources:
+    - dataset: chats.jsonl
+  validation_split: 0.1
+
+optim:
+  learning_rate: 3.0e-3
+
+train:
+  max_train_steps: 120
+  batch_size: 8
+  validation_every_n_steps: 30
+
+sample:
+  every_n_steps: 60
+  steps: 40                 # tokens
+  prompts:
+    - There are seven white foxes hiding in the field.
+    - Five brown birds are running in the boat.
+
+output:
+  name: notes
+  save_every_n_steps: 30
+"""
+
 
 def fill(folder: Path) -> None:
     """Fill the folder with everything that the page can show."""
+    fill_images(folder)
+    fill_texts(folder)
+
+
+def trained(folder: Path, recipe: str, run: str) -> RunDir:
+    """Return a finished run of a recipe in the folder. It is trained if it does not exist."""
+    run_dir = RunDir(folder / "runs" / run)
+    if not run_dir.result.exists():
+        words = [sys.executable, "-m", "lora_rocm", "train", recipe, "--run-dir", str(run_dir.path)]
+        subprocess.run([*words, "--set", "runtime.device=cpu"], cwd=folder, check=True)
+    return run_dir
+
+
+def fill_texts(folder: Path) -> None:
+    """Fill the folder with a table, a recipe and a run of a language model, answers of its files, and a few votes."""
+    if not (folder / "chats.jsonl").exists():
+        shutil.copyfile(CHATS, folder / "chats.jsonl")
+    (folder / "notes.yaml").write_text(TEXT_RECIPE, encoding="utf-8")
+    run_dir = trained(folder, "notes.yaml", TEXT_RUN)
+    draw_grid(run_dir, 2, [1.0])
+    _, _, grid = open_grid(run_dir.path)
+    if grid is not None and not read_clicks(run_dir):
+        vote(run_dir, [cell for cell in grid.cells if cell.updates], 4)
+
+
+def draw_grid(run_dir: RunDir, num_prompts: int, strengths: list[float]) -> None:
+    """Make the pictures or answers of a run's files."""
+    _, recipe, grid = open_grid(run_dir.path)
+    if grid is None:
+        prompts = list(recipe.sample.image_prompts)[:num_prompts]
+        save_request(run_dir, new_request(run_dir, recipe, prompts, strengths, 4))
+        grid = open_grid(run_dir.path)[2]
+    if grid is not None and grid.missing:
+        draw_missing(run_dir, recipe, grid, print, lambda done, total: None, lambda: None)
+
+
+def fill_images(folder: Path) -> None:
+    """Fill the folder with images, recipes, a run, pictures by strength, votes and a queue."""
     if not (folder / "images").is_dir():
         shutil.copytree(BUILTIN, folder / "images")
     for name in ("zibu", "zibu-rank-8", "zibu-small-rate"):
         (folder / f"{name}.yaml").write_text(RECIPE, encoding="utf-8")
-    run_dir = RunDir(folder / "runs" / RUN)
-    if not run_dir.result.exists():
-        words = [sys.executable, "-m", "lora_rocm", "train", "zibu.yaml", "--run-dir", str(run_dir.path)]
-        subprocess.run([*words, "--set", "runtime.device=cpu"], cwd=folder, check=True)
-    _, recipe, grid = open_grid(run_dir.path)
-    if grid is None:
-        save_request(run_dir, new_request(run_dir, recipe, list(recipe.sample.image_prompts)[:2], list(STRENGTHS), 4))
-        grid = open_grid(run_dir.path)[2]
-    if grid is not None and grid.missing:
-        draw_missing(run_dir, recipe, grid, print, lambda done, total: None, lambda: None)
-        grid = open_grid(run_dir.path)[2]
+    run_dir = trained(folder, "zibu.yaml", RUN)
+    draw_grid(run_dir, 2, list(STRENGTHS))
+    _, _, grid = open_grid(run_dir.path)
     if grid is not None and not read_clicks(run_dir):
-        vote(run_dir, [cell for cell in grid.cells if cell.updates])
+        vote(run_dir, [cell for cell in grid.cells if cell.updates], 30)
     if not tries_of(run_dir, 1):
         draw_try(run_dir, TryValues("a zibu on a red background", "", 0.8, 7, 20, "", 0))
     queue = QueueDir(folder / "queue")
@@ -102,10 +165,10 @@ def fill(folder: Path) -> None:
             queue.add(name, RECIPE)
 
 
-def vote(run_dir: RunDir, cells: list[Any]) -> None:
-    """Vote 30 times: the later file usually wins."""
+def vote(run_dir: RunDir, cells: list[Any], count: int) -> None:
+    """Vote some times: the later file usually wins."""
     draw = random.Random(0)
-    for _ in range(30):
+    for _ in range(count):
         number = draw.choice(cells).number
         first, second = draw.sample([cell for cell in cells if cell.number == number], 2)
         later = "first" if first.updates + draw.gauss(0, 60) > second.updates else "second"
@@ -131,6 +194,39 @@ def counted(page: Any) -> None:
     page.locator("#plan .chips").first.wait_for()
 
 
+def read_texts(page: Any) -> None:
+    """The first texts of a recipe as the model reads them."""
+    page.locator(".sample").first.wait_for()
+
+
+def checked(page: Any) -> None:
+    """The recipe with its texts counted, and with the memory of each card."""
+    page.locator("#check dl").wait_for()
+    page.locator("#check progress").wait_for(state="detached")
+    counted(page)
+
+
+def fitting(page: Any) -> None:
+    """The recipe after its number of steps was changed, so that its intervals no longer fit."""
+    page.locator("[data-key='train.max_train_steps']").first.fill("40")
+    page.locator("[data-fit]").wait_for()
+    counted(page)
+
+
+def files_shown(page: Any) -> None:
+    """A run with its files, and the PEFT folder open."""
+    page.locator("#files details summary").first.click()
+
+
+def answered(page: Any) -> None:
+    """A chat with the answers to one message."""
+    if page.locator(".exchange").count() == 0:
+        page.locator("#field-prompt").fill("There are two grey owls singing in the barn.")
+        page.get_by_role("button", name="Send").click()
+        page.locator(".exchange").first.wait_for()
+    page.locator(".caret").first.wait_for(state="detached")
+
+
 def all_keys(page: Any) -> None:
     """All keys of the recipe, with one section open."""
     page.get_by_role("button", name="All keys").click()
@@ -154,6 +250,12 @@ PAGES: dict[str, tuple[str, Callable[[Any], None]]] = {
     "try": ("/try", no_action),
     "try-run": (f"/try/run?dir=runs/{RUN}", no_action),
     "machine": ("/machine", no_action),
+    "texts": ("/images/texts?recipe=notes.yaml", read_texts),
+    "texts-recipe": ("/recipe/edit?file=notes.yaml", checked),
+    "texts-recipe-fit": ("/recipe/edit?file=notes.yaml", fitting),
+    "texts-run": (f"/runs/view?dir=runs/{TEXT_RUN}", files_shown),
+    "texts-choose": (f"/choose/run?dir=runs/{TEXT_RUN}", no_action),
+    "texts-chat": (f"/try/run?dir=runs/{TEXT_RUN}", answered),
 }
 IN_DOCS = {
     "ui-start": "start 1280 light",
@@ -172,6 +274,7 @@ def load_pictures(page: Any) -> None:
     """Wait for charts and thumbnails, and for the pictures that otherwise load only near the window."""
     page.wait_for_timeout(1500)
     page.evaluate("for (const each of document.querySelectorAll('main img[loading=lazy]')) each.loading = 'eager'")
+    page.evaluate("scrollTo(0, 0)")  # the navigation stays at the top
     pictures = "[...document.querySelectorAll('main img[src]')]"
     page.evaluate(f"Promise.all({pictures}.map((each) => each.decode().catch(() => null)))")
     page.wait_for_timeout(300)
@@ -234,7 +337,7 @@ def main() -> None:
     for made in (output, folder):
         made.mkdir(parents=True, exist_ok=True)
     os.environ["LORA_ROCM_HOME"] = str(folder.parent / "home")
-    os.environ["PYTHONPATH"] = str(ROOT)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     os.chdir(folder)
     fill(folder)
     take(folder, output, given.only)

@@ -213,7 +213,7 @@ def run_tool(
     return code
 
 
-def run_for_json(module: str, arguments: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
+def run_for_json(module: str, arguments: Sequence[str], env: Mapping[str, str], *follow: object) -> dict[str, Any]:
     """``children.run_for_json`` of weighing: called in a thread, so nothing is redirected."""
     assert module == check_base.__name__
     try:

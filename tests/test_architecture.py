@@ -70,7 +70,7 @@ ROOMS: dict[str, str] = {
     "__main__": LIGHT,
 }
 """A room imports from itself and from rooms above it, so there is no circle of rooms."""
-BINARY_OPENERS = {"Image", "os", "webbrowser", "zipfile", "tarfile"}
+BINARY_OPENERS = {"Image", "os", "webbrowser", "zipfile", "tarfile", "archive"}
 NOT_AT_START = ("tensorboard", "torch.utils.tensorboard", "datasets", "torch._dynamo", "torch._inductor", "pandas")
 OF_BLAS = (
     "_int_mm",
@@ -85,13 +85,14 @@ OF_BLAS = (
 HOMES_OF_BLAS = (f"{PACKAGE}.device.hipblaslt", f"{PACKAGE}.kernels.eight_bit_library")
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_UNLABELLED_LINES = 600, 80, 60
 MEMORY_HOMES = {
-    "(?i)mem_?get_?info|get_memory_info": (f"{PACKAGE}.device.device_memory",),
+    "(?i)mem_?get_?info|get_memory_info|is_integrated": (f"{PACKAGE}.device.device_memory",),
     "memory_fraction$": (f"{PACKAGE}.device.allocator",),
     "mem_info_": tuple(
         f"{PACKAGE}.{name}" for name in ("hardware.card_memory", "hardware.probe.gpu_probe", "telemetry.linux_sysfs")
     ),
 }
 """Names in code -> the modules that may use them: HIP's free memory and the driver's counters are wrong alone.
+One function decides whether a GPU shares main memory.
 
 Telemetry shows the counters, and decides nothing by them."""
 FAMILY_WORDS = re.compile(
@@ -557,6 +558,8 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
         bad(memory_faults, "memory.manager", "torch.accelerator.get_memory_info(0)"),
         bad(memory_faults, "children.bench.device_child", "getattr(torch.cuda, 'mem_get_info')(0)"),
         bad(memory_faults, "train.guard", "torch.cuda.cudart().cudaMemGetInfo(0)"),
+        bad(memory_faults, "device.allocator", "getattr(torch.cuda.get_device_properties(0), 'is_integrated', False)"),
+        bad(memory_faults, "children.plan", "torch.cuda.get_device_properties(0).is_integrated"),
         bad(json_faults, "dataset.rows.text_rows", "def _parsed(line):\n    return json.loads(line)"),
         bad(json_faults, "dataset.rows.records", "def record_of(cell):\n    return list(map(json.loads, cell))"),
         bad(json_faults, "model_files.config_file", "from json import load"),
@@ -594,6 +597,7 @@ def test_fires_on_a_planted_fault(rule: Callable[[Module], Iterator[str]], plant
         (encoding_faults, "errors", "open('a', 'rb')\npath.open('ab')\nImage.open('a')\nopen('a', encoding='utf-8')"),
         (encoding_faults, "errors", "tempfile.TemporaryFile()\nsubprocess.run(['a'])"),
         (memory_faults, "device.device_memory", "free, total = torch.cuda.mem_get_info(device)"),
+        (memory_faults, "children.plan", "CountedGpu(integrated=shares_main_memory(device))"),
         (json_faults, "processes.job_file", "a = json.loads(sys.argv[1])  # json: the parent's job"),
         (json_faults, "dataset.rows.text_rows", "def _parsed(line):\n    return json.dumps(parse_json(line))"),
         (memory_faults, "device.allocator", "torch.cuda.set_per_process_memory_fraction(0.5)"),

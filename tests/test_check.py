@@ -47,7 +47,7 @@ class Weigh:
         self.error: Exception | None = None
         self.tokenizers: list[dict[str, Any]] = []
 
-    def __call__(self, name: str, arguments: Sequence[str], env: dict[str, str]) -> dict[str, Any]:
+    def __call__(self, name: str, arguments: Sequence[str], env: dict[str, str], *follow: object) -> dict[str, Any]:
         self.calls += 1
         assert Path(arguments[0]).exists()
         if self.error is not None:

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lora_rocm.errors import RecipeError
 from lora_rocm.foundation.files import write_json
 from lora_rocm.foundation.names import MAX_STEM_BYTES, name_key, stem_fault, usable_stem
 from lora_rocm.model_files.header import read_header
 from lora_rocm.recipe.kinds import recipe_from
-from lora_rocm.recipe.load import dump_recipe
+from lora_rocm.recipe.load import dump_recipe, load_recipe
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.results import read_result, result_files
 from lora_rocm.rundir.run_name import DEFAULT_NAME, output_name_fault
@@ -124,6 +125,26 @@ def test_check_refuses_what_a_system_refuses(program: Program, folder: Path, nam
     better = error.rpartition("such as ")[2].partition(". output.description")[0]
     (folder / "n.yaml").write_text(RECIPE.replace("output: {", f"output: {{name: {json.dumps(better)}, "), "utf-8")
     assert program("check", "n.yaml", "--schema-only").code == 0, "the remedy is right"
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *ALSO_REFUSED, "zibu"])
+@pytest.mark.parametrize(
+    ("fault", "at"),
+    [
+        ("foo: 3", "foo"),
+        ("train: {epochs: 0}", "train.epochs"),
+        ("train: {epochs: 1, max_train_steps: 1}", "train.max_train_steps"),
+    ],
+)
+def test_a_name_is_refused_together_with_other_faults(tmp_path: Path, fault: str, at: str, name: str) -> None:
+    """An unknown key, a wrong value and a broken rule do not hide it; an allowed name is the control."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"output: {{name: {json.dumps(name)}}}\n{fault}\n", "utf-8")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path)
+    places = [problem.where for problem in caught.value.problems]
+    assert any(place.endswith(f" {at}") for place in places)
+    assert sum(place.endswith(" output.name") for place in places) == (name != "zibu")
 
 
 def test_a_new_run_is_refused_like_its_check(program: Program, folder: Path) -> None:

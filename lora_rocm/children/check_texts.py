@@ -1,16 +1,18 @@
 """Child process of ``lora-rocm check``: inspects the texts of a recipe for a model that is trained on text.
 
-``python -m lora_rocm.children.check_texts JOB.json`` prints one JSON object (``Seen``) or an error event. No
-weights are loaded.
+``python -m lora_rocm.children.check_texts JOB.json`` prints its progress as events, then one JSON object (``Seen``)
+or an error event. No weights are loaded.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
 from lora_rocm.children.json_child import answer
+from lora_rocm.dataset.progress import Progress
 from lora_rocm.dataset.rows.records import UnusableText
 from lora_rocm.dataset.rows.row_edge import row_edge
 from lora_rocm.dataset.sample_table import Samples
@@ -24,14 +26,22 @@ from lora_rocm.planning.data_plan import Seen
 from lora_rocm.processes.jobs import CheckTextsJob
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rundir.event_types import CacheEvent
+from lora_rocm.rundir.events import emit
 
 SHOWN, LOOKED_AT = 3, 10_000
 
 
-def seen(recipe: Recipe, reader: TextReader, most: int = LOOKED_AT, family: ModelFamily | None = None) -> Seen:
+def seen(
+    recipe: Recipe,
+    reader: TextReader,
+    most: int = LOOKED_AT,
+    family: ModelFamily | None = None,
+    step: Callable[[], None] = lambda: None,
+) -> Seen:
     """Inspect the first ``most`` texts of a recipe, and return counts, problems and samples.
 
-    ``family``: if set, the texts in its cache are counted, too.
+    ``family``: if set, the texts in its cache are counted, too. ``step`` is called after each text.
 
     Raises:
         DataError: a source cannot be read, or no text can be used.
@@ -49,6 +59,7 @@ def seen(recipe: Recipe, reader: TextReader, most: int = LOOKED_AT, family: Mode
             found.refused[text.sample.source] = found.refused.get(text.sample.source, 0) + 1
             if len(found.problems) < NUM_KEPT and aside.last is not None:
                 found.problems.append(aside.last)
+        step()
     else:  # these are all the texts
         if not samples:
             raise aside.all_of_them
@@ -60,6 +71,10 @@ def seen(recipe: Recipe, reader: TextReader, most: int = LOOKED_AT, family: Mode
         if family is not None:
             found.cached = texts_in_cache(recipe, family, LatentCache(Path(recipe.cache.dir)), samples)
     return found
+
+
+def _report(what: str, done: int, total: int, per_second: float) -> None:
+    emit(CacheEvent(what=what, done=done, total=total, per_second=per_second))
 
 
 def _shown(reader: TextReader, text: str) -> str:
@@ -78,7 +93,8 @@ def main(registry: FamilyRegistry = FAMILIES) -> int:
         recipe = recipe_from(job.recipe, registry)
         family = family_for(recipe)
         reader = family.texts
-        return seen(recipe, reader, family=family) if reader else Seen()
+        progress = Progress("texts", min(job.num_texts, LOOKED_AT), _report)
+        return seen(recipe, reader, family=family, step=progress.step) if reader else Seen()
 
     return answer(CheckTextsJob, found)
 

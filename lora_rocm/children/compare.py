@@ -24,7 +24,7 @@ from lora_rocm.device.precision import compute_dtype
 from lora_rocm.encoded_cache.cache import LatentCache
 from lora_rocm.encoded_cache.encode_session import Encoding
 from lora_rocm.errors import AdapterError, DataError
-from lora_rocm.families.base import Drawn, LoadedModel, ModelFamily, family_for
+from lora_rocm.families.base import Drawn, LoadedModel, ModelFamily, family_for, prompt_notices_of
 from lora_rocm.families.objectives.loss import measured
 from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.files import write_atomic
@@ -67,6 +67,8 @@ def compare(job: CompareJob, registry: FamilyRegistry = FAMILIES) -> None:
     prepared = _prepared(
         recipe, family, Encoding(cache, device, context=CONTEXT, opened_placement=opened_placement, more=more)
     )
+    for text in prompt_notices_of(family) if recipe.sample.prompts else ():
+        CONTEXT.notice(text)
     # The model, and the weights of each file, read on the CPU
     model = family.load(dtype, torch.device("cpu"))
     newest, _ = latest_valid(RunDir(job.source))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lora_rocm.device.allocator import room_bytes
+from lora_rocm.device.device_memory import shares_main_memory
 from lora_rocm.device.precision import describe
 from lora_rocm.device.torch_errors import machine_error, settle
 from lora_rocm.errors import LoraRocmError
@@ -29,7 +30,7 @@ def machine(device: torch.device, settings: Settings) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "threads": torch.get_num_threads(),
         "budget_bytes": room_bytes(device, settings) if on_gpu else None,
-        "integrated": bool(getattr(found[0], "is_integrated", 0)) if found else None,
+        "integrated": shares_main_memory(torch.device("cuda", 0)) if found else None,
         "gpus": [{"name": gpu.name, "address": address_of(gpu)} for gpu in found],
     }
 

@@ -24,7 +24,7 @@ from lora_rocm.device.torch_errors import settle, translated
 from lora_rocm.errors import AdapterError, MachineError, StorageError, UserError
 from lora_rocm.export import writers
 from lora_rocm.export.metadata import RunFacts
-from lora_rocm.families.base import Answering, ModelFamily, PreviewRequest, Tensors, family_for
+from lora_rocm.families.base import ModelFamily, PreviewRequest, Tensors, family_for, prompt_notices_of
 from lora_rocm.families.common.detect import evidence
 from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.families.spec import FamilySpec
@@ -70,7 +70,7 @@ def sample(job: SampleJob, registry: FamilyRegistry = FAMILIES) -> None:
     adapter = recipe.lora.model_copy(update={TEXT_KEY: text_too, TOKENS_KEY: tokens})
     family = family_for(recipe.model_copy(update={"lora": adapter, "sample": recipe.sample.only(())}))
     require_mask_read(job, family)
-    for text in family.prompt_notices if isinstance(family, Answering) else ():
+    for text in prompt_notices_of(family):
         notify(text)
     device, settings = start_device(recipe)
     # Encode the prompts, one encoder in memory at a time

@@ -15,6 +15,7 @@ from lora_rocm.children.json_child import answer
 from lora_rocm.device import attention
 from lora_rocm.device.allocator import room_bytes
 from lora_rocm.device.attention import context_of
+from lora_rocm.device.device_memory import shares_main_memory
 from lora_rocm.device.precision import DTYPES, choose_device, compute_dtype, describe
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import ModelFamily, family_for
@@ -79,10 +80,9 @@ def _gpu(recipe: Recipe, device: torch.device, settings: Settings, dtype: torch.
         return None
     attention.enable(settings)
     pin = settings.pins(recipe.runtime.pin_memory)
-    properties = torch.cuda.get_device_properties(device)
     return CountedGpu(
         name=describe(device),
-        integrated=bool(getattr(properties, "is_integrated", 0)),
+        integrated=shares_main_memory(device),
         budget_bytes=room_bytes(device, settings, steady=recipe.runtime.deterministic),
         rates=measured_rates(device, dtype, pin, context_of(settings.attention), recipe.model.compute),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +23,7 @@ from lora_rocm.recipe.load import LoadedRecipe, load_recipe  # recipe: the user 
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.eight_bit_refusal import eight_bit_refusal, eight_bit_text
 from lora_rocm.rules.this_machine import situation_here
+from lora_rocm.rundir.event_types import CacheEvent, Event
 from lora_rocm.supervisor.trackers import require_trackers
 
 if TYPE_CHECKING:
@@ -167,12 +168,16 @@ def _unchecked(loaded: LoadedRecipe, *, schema_only: bool = False) -> CheckResul
     return CheckResult(loaded.path, model.family, model.name_or_path, schema_only, tuple(loaded.notices))
 
 
-def checked(loaded: LoadedRecipe, command: str) -> CheckResult:
+def checked(
+    loaded: LoadedRecipe, command: str, advance: Callable[[int, int], None] = lambda done, total: None
+) -> CheckResult:
     """Check files, data and base model of a recipe. Their faults are returned as the result's ``error``.
 
     Args:
         loaded: the recipe.
         command: the command that trains it, for ``CheckResult.next``.
+        advance: is called regularly with the number of texts that the tokenizer has inspected, and their total. If it
+            raises an error, the check ends at once.
 
     Raises:
         LoraRocmError: the recipe names files that do not exist.
@@ -207,7 +212,7 @@ def checked(loaded: LoadedRecipe, command: str) -> CheckResult:
     if texts is None:
         notes = (*_cut_captions(recipe, samples, base.tokenizers), *_unused_tokens(recipe, samples))
     else:
-        data, plan = texts.inspected()
+        data, plan = texts.inspected(advance)
         found = replace(found, data=data, plan=plan)
         notes = _cut_captions(recipe, texts.samples() if base.tokenizers else (), base.tokenizers)
     if in_eight_bits is not None and (text := eight_bit_text(in_eight_bits)) is not None:
@@ -335,8 +340,10 @@ class _CheckedTexts:
         found = texts_of(self.recipe.data, Notes(), pairs=self.recipe.objective.compares_pairs)
         return (each.sample for each in found if isinstance(each, FoundText))
 
-    def inspected(self) -> tuple[DataFacts, RunPlan]:
+    def inspected(self, advance: Callable[[int, int], None]) -> tuple[DataFacts, RunPlan]:
         """Let a child process inspect the first texts. Return facts about all texts, and the plan of a run with them.
+
+        ``advance``: see ``checked``.
 
         Raises:
             LoraRocmError: the child process failed.
@@ -345,7 +352,14 @@ class _CheckedTexts:
         from lora_rocm.rules.this_machine import plan_here
 
         recipe, counted, watched = self.recipe, self._counted, self._watched
-        seen = ask(CheckTextsJob(recipe.model_dump(mode="json")), Seen, plan_here(recipe).applied_to(os.environ))
+        job, done = CheckTextsJob(recipe.model_dump(mode="json"), counted.of_source.total()), [(0, 0)]
+
+        def on_event(event: Event) -> None:
+            if isinstance(event, CacheEvent):
+                done.append((event.done, event.total))
+
+        env = plan_here(recipe).applied_to(os.environ)
+        seen = ask(job, Seen, env, on_event, lambda: advance(*done[-1]))
         # count the usable texts
         refused = Counter(seen.refused)
         usable, num_aside = counted.of_source - refused, counted.aside.count + refused.total()

@@ -6,7 +6,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from inspect import Parameter, signature
 from typing import Annotated, Any, get_type_hints
@@ -59,7 +59,8 @@ def usage_errors_as_documents(arguments: Sequence[str]) -> Iterator[None]:
             listed = "commands" if error.ctx is None or hasattr(error.ctx.command, "commands") else "options"
             fix = f"{help_line} lists the {listed}."
             failure = Failure("usage", error.format_message(), " ".join(path), fix, error.exit_code)
-            Output(OutputMode.JSON, follows=True).document(Failed(failure))
+            with suppress(OSError):  # the text on standard error and the exit code remain
+                Output(OutputMode.JSON, follows=True).document(Failed(failure))
         raise
 
 

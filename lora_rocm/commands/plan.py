@@ -29,7 +29,7 @@ from lora_rocm.hardware.memory_budget import (
     parts_text,
 )
 from lora_rocm.planning.format_errors import loss_text, weights_text, whole_text
-from lora_rocm.planning.step_choice import choose, table
+from lora_rocm.planning.step_choice import choose, table, with_embedding
 from lora_rocm.planning.step_plan import CONTEXT_BYTES, MODES, Footprint, Plan, Rates, SampleCost, without_main_memory
 from lora_rocm.planning.step_requirements import ADAPTER, RecipeJob, does_not_fit, job_of, plan_text
 from lora_rocm.processes.jobs import Counted, CountedGpu, PlanJob, QuantisedEncoder
@@ -118,6 +118,7 @@ class PlanResult:
         room: memory available for tensors.
         plans: for each mode and number of parts, the fastest plan that fits, or else the smallest plan.
         chosen: the plan that training would use, or null if none fits.
+        with_embedding_bytes: memory that this plan would need with the token embedding on the GPU; null if it is there.
         seconds_are_known: whether the times are for this machine's GPU. If not, only their ratios are meaningful.
         rates: the rates from which the times are computed.
         attention: backend of attention.
@@ -143,6 +144,7 @@ class PlanResult:
     room: AvailableMemory
     plans: tuple[Plan, ...]
     chosen: Plan | None
+    with_embedding_bytes: int | None
     seconds_are_known: bool
     rates: Rates
     attention: str
@@ -184,6 +186,7 @@ def planned(loaded: LoadedRecipe, card: str | None = None) -> PlanResult:
     counted, footprint, room, rates, job = found.counted, found.footprint, found.room, found.rates, found.job
     # Choose a plan
     chosen = choose(room.num_bytes, footprint, job, rates)
+    moved = chosen if chosen is not None and chosen.looks_up_rows else None
     modes = without_main_memory(MODES) if room.shared else MODES
     rows = table(room.num_bytes, footprint, replace(job, modes=modes), rates)
     unfit = chosen is None and room.num_bytes is not None
@@ -204,6 +207,7 @@ def planned(loaded: LoadedRecipe, card: str | None = None) -> PlanResult:
         room,
         tuple(rows),
         chosen,
+        None if moved is None else with_embedding(moved, footprint, job, rates).needed_bytes,
         rates.known,
         rates,
         attention_text(found.situation),
@@ -444,6 +448,9 @@ def _reasons(result: PlanResult, chosen: Plan) -> Iterator[str]:
     faster = min(faster_rows, key=lambda row: (row.needed_bytes, row.step_s), default=None)
     if faster is not None:
         yield f"reason: {_named(faster)} would be faster, but needs {size_text(faster.needed_bytes)}"
+    if result.with_embedding_bytes is not None:
+        needed = size_text(result.with_embedding_bytes)
+        yield f"reason: with the token embedding on the GPU, this plan would be faster, but needs {needed}"
     others = [row for row in result.plans if row not in too_large and not row.same(chosen)]
     if others:
         second = min(others, key=lambda row: (row.step_s, row.needed_bytes))

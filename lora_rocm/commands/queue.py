@@ -131,12 +131,13 @@ def remove(folder: Path, names: Sequence[str]) -> QueueResult:
     """Remove recipes from a queue. Their runs are kept.
 
     Raises:
-        UserError: there is no such recipe, or it is being trained. Nothing is removed then.
+        UserError: there is no such recipe, not any longer, or it is being trained. Nothing is removed then.
         StorageError: the queue cannot be written.
     """
     queue = QueueDir(folder.absolute())
     found = [queue.find(name) for name in names]
     with queue.editing():
+        found = [queue.present(item.path.name) for item in found]  # it may have changed before the lock
         for item in found:
             queue.require_idle(item)
         for item in found:
@@ -154,6 +155,7 @@ def move(folder: Path, name: str, place: int) -> QueueResult:
     queue = QueueDir(folder.absolute())
     item = queue.find(name)
     with queue.editing():
+        item = queue.present(item.path.name)  # it may have changed before the lock
         queue.require_idle(item)
         queue.move(item, place)
     return listed(folder, changed=[item.name])

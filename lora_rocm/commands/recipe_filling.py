@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_rocm.commands.output import Failure, Notify
+from lora_rocm.commands.run_intervals import fitted_keys
 from lora_rocm.errors import DataError, ModelError, UserError
 from lora_rocm.families.registry import FamilyRegistry
 from lora_rocm.foundation.files import temporary_folder, write_atomic
@@ -39,9 +40,6 @@ REACHED = 0.75
 """Share of the images that must have at least as many pixels as the chosen resolution."""
 FEWEST_EPOCHS, MOST_EPOCHS = 5, 200
 FEWEST_TEXT_STEPS, MOST_TEXT_EPOCHS = 100, 10
-TIMES_PER_RUN = 4
-"""Least number of previews and saved files of a run that is shorter than the recipe expects."""
-WARMUP_SHARE = 10
 CLOSE = 1.03
 """Factor by which a larger batch must be faster to be chosen."""
 
@@ -401,43 +399,9 @@ def holds_pairs(recipe_text: str, texts: str, registry: FamilyRegistry) -> bool:
 
 
 def fit_to_length(draft: RecipeDraft, steps: int, steps_per_epoch: int, how_sure: str = "") -> None:
-    """Shorten warm-up and the intervals of previews and files for a run with fewer steps than the recipe expects.
-
-    So even a short run leaves several files to choose from, with a preview for each.
-
-    Args:
-        draft: the recipe.
-        steps: number of steps of the run.
-        steps_per_epoch: number of steps of an epoch.
-        how_sure: word before the number of steps, such as "about ".
-    """
-    recipe = draft.recipe
-    every, run = max(1, steps // TIMES_PER_RUN), f"the run of {how_sure}{count_text(steps, 'step')}"
-    warmup = recipe.optim.lr_warmup_steps
-    if warmup and warmup * WARMUP_SHARE > steps:
-        draft.set("optim", "lr_warmup_steps", max(1, steps // WARMUP_SHARE), f"a tenth of {run}")
-    # Files to choose from: a recipe without the key saves too
-    between = recipe.output.save_steps(steps_per_epoch)
-    if is_short := between * TIMES_PER_RUN > steps:
-        by_epochs = "save_every_n_epochs" if draft.text.has("output", "save_every_n_epochs") else ""
-        why = f"{_times(steps, every)} in {run}, so that there are files to choose from"
-        draft.set("output", "save_every_n_steps", every, why, instead_of=by_epochs)
-    # Previews and validation
-    if is_short and 0 < recipe.sample.every_n_epochs * steps_per_epoch < steps < (
-        recipe.sample.every_n_epochs * steps_per_epoch * TIMES_PER_RUN
-    ):
-        why = f"{_times(steps, every)} in {run}, with the files"
-        draft.set("sample", "every_n_steps", every, why, instead_of="every_n_epochs")
-    for section, key, now in (
-        ("sample", "every_n_steps", recipe.sample.every_n_steps),
-        ("train", "validation_every_n_steps", recipe.train.validation_every_n_steps),
-    ):
-        if now and now * TIMES_PER_RUN > steps and draft.text.has(section, key):
-            draft.set(section, key, every, f"{_times(steps, every)} in {run}")
-
-
-def _times(steps: int, every: int) -> str:
-    return count_text(steps // every, "time")
+    """Fit warm-up and intervals to a run. For the other arguments see ``run_intervals.fitted_keys``."""
+    for each in fitted_keys(draft.recipe, draft.text.has, steps, steps_per_epoch, how_sure):
+        draft.set(each.section, each.key, each.value, each.why, instead_of=each.instead_of)
 
 
 # The GPU

@@ -10,7 +10,7 @@ from typing import Any
 
 from lora_rocm.commands.output import Notify, unheard
 from lora_rocm.dataset.images.preview_images import faults
-from lora_rocm.errors import AdapterError, MachineError, StoppedError, UserError
+from lora_rocm.errors import AdapterError, MachineError, UserError
 from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.files import followed, require_place
 from lora_rocm.foundation.units import number_text
@@ -28,7 +28,7 @@ from lora_rocm.rundir import results
 from lora_rocm.rundir.event_types import DrawnEvent, Event, ExportEvent, NoticeEvent
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.made_from import Made, record_export, stale_exports
-from lora_rocm.rundir.remains import discard_abandoned
+from lora_rocm.rundir.remains import discard_abandoned, leaving_nothing
 from lora_rocm.supervisor.choose_run_dir import holds_run, open_recipe
 
 FOLDER_FORMS = ("peft", MERGED)
@@ -233,7 +233,7 @@ def export(
         file_format: the format to write.
         output: file or folder to write, or None for the default place in the run.
         dtype: dtype of the weights, or None for the recipe's.
-        converter: llama.cpp's script or folder for the gguf format, or None to search as ``_converter`` does.
+        converter: llama.cpp's script or folder for the gguf format, or None to search as ``find_converter`` does.
         step: step of the checkpoint to export, or None for the newest.
         registry: the available families.
         notify: receives notices.
@@ -266,7 +266,7 @@ def export(
     if file_format != GGUF and converter is not None:
         what = f"--converter has no effect, because the format {file_format} needs no converter."
         raise UserError("converter-unused", what, where=f"--converter {converter}", fix="Remove this option.")
-    script = _converter(converter) if file_format == GGUF else None
+    script = find_converter(converter) if file_format == GGUF else None
     # choose the checkpoint
     steps = [updates for updates, _ in run_dir.list_checkpoints()]
     if not steps:
@@ -315,16 +315,7 @@ def _require_suffix(output: Path, file_format: str) -> None:
         raise UserError("output-suffix", what, where=f"--output {output}", fix=fix)
 
 
-def finds_converter() -> bool:
-    """Whether llama.cpp's script is found without being named, so in the variable ``LLAMA_CPP`` or in PATH."""
-    try:
-        _converter(None)
-    except UserError:
-        return False
-    return True
-
-
-def _converter(asked: Path | None) -> Path:
+def find_converter(asked: Path | None) -> Path:
     """Return the path of llama.cpp's ``convert_lora_to_gguf.py``: as given, from ``LLAMA_CPP``, or from PATH.
 
     Raises:
@@ -396,11 +387,8 @@ def _export(
             made_from = event.updates, event.checkpoint
             written.append(ExportResult(file_format, Path(event.path), event.max_difference, *read, *made_from))
 
-    try:
+    with leaving_nothing(target):
         run_model_tool(job, on_event, notify, require_wanted)
-    except StoppedError:
-        discard_abandoned(target)
-        raise
     if output is None:
         record_export(run_dir, file_format, Made(written[-1].updates, written[-1].checkpoint))
     return written[-1]

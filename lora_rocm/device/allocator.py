@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from lora_rocm.device.device_memory import read_memory, total_bytes
+from lora_rocm.device.device_memory import read_memory, shares_main_memory, total_bytes
 from lora_rocm.foundation.units import size_text
 from lora_rocm.hardware.memory_budget import GIB, desktop_bytes, host_reserve
 from lora_rocm.hardware.settings import Settings
@@ -84,7 +84,7 @@ def device_budget(device: torch.device) -> int:
     On Linux, an APU gets at most the main memory that is available now, less the system's reserve.
     """
     limits = [total_bytes(device)]
-    if sys.platform == "linux" and getattr(torch.cuda.get_device_properties(device), "is_integrated", False):
+    if sys.platform == "linux" and shares_main_memory(device):
         memory = psutil.virtual_memory()
         limits.append(max(0, memory.available - host_reserve(memory.total)))
     return min(limits)
@@ -103,7 +103,7 @@ def limit_now(device: torch.device, settings: Settings) -> int | None:
     if device.type != "cuda" or planned is None:
         return None
     memory, held = read_memory(device), int(torch.cuda.memory_reserved(device))
-    if memory.is_integrated and not memory.is_counted:
+    if shares_main_memory(device) and not memory.is_counted:
         return planned  # free shared memory is unknown; HIP may mean the carve-out alone
     outside_torch = max(0, memory.computing_bytes - held)
     to_come = max(0, settings.library_bytes - outside_torch)

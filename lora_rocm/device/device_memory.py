@@ -29,14 +29,12 @@ class DeviceMemory:
         total_bytes: the total that HIP or CUDA reports.
         free_bytes: bytes that can still be allocated. Memory in use by other programs is already subtracted.
         computing_bytes: bytes in use by this and other computing processes, as HIP or CUDA reports them.
-        is_integrated: whether the GPU lacks dedicated memory (an APU).
         is_counted: whether the driver's counters could be read.
     """
 
     total_bytes: int
     free_bytes: int
     computing_bytes: int
-    is_integrated: bool
     is_counted: bool
 
 
@@ -52,7 +50,7 @@ def read_memory(device: torch.device) -> DeviceMemory:
     """
     free, total = map(int, torch.cuda.mem_get_info(device))
     properties = torch.cuda.get_device_properties(device)
-    integrated = bool(getattr(properties, "is_integrated", False))
+    integrated = shares_main_memory(device)
     card = read_card_memory(address_of(properties), DEVICES)
     runtime = Pool(total, total - free)
     if card is None and torch.version.hip is not None and sys.platform == "win32" and not integrated:
@@ -60,14 +58,14 @@ def read_memory(device: torch.device) -> DeviceMemory:
         runtime = Pool(total, total - free + desktop_bytes(total))
     main_memory = psutil.virtual_memory().available if integrated and sys.platform == "linux" else None
     usable = free_for_tensors(runtime, card, integrated=integrated, main_memory_free_bytes=main_memory)
-    return DeviceMemory(total, usable, max(0, total - free), integrated, card is not None)
+    return DeviceMemory(total, usable, max(0, total - free), card is not None)
 
 
 def card_bytes(device: torch.device) -> int | None:
     """Return a card's memory size by the driver's counter, or None if it has no counter or no dedicated memory."""
     properties = torch.cuda.get_device_properties(device)
     card = read_card_memory(address_of(properties), DEVICES)
-    return None if card is None or getattr(properties, "is_integrated", False) else card.vram.total_bytes
+    return None if card is None or shares_main_memory(device) else card.vram.total_bytes
 
 
 def free_bytes(device: torch.device) -> int:

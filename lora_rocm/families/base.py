@@ -433,6 +433,11 @@ class ModelFamily(HasBase, EncodesSamples, LoadsModels, PlansMemory, Previewer, 
     def lora_file_names(self) -> LoraFileNames: ...
 
 
+def prompt_notices_of(family: object) -> Sequence[str]:
+    """Return messages for the user about the format of a family's prompts, if it is not the usual one."""
+    return family.prompt_notices if isinstance(family, Answering) else ()
+
+
 @runtime_checkable
 class Answering(Protocol):
     """A family of models that can answer in a conversation."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 import traceback
@@ -10,7 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, storage_error
-from lora_rocm.foundation.output_stream import outliving_stdout
+from lora_rocm.foundation.output_stream import drop_unwritten, outliving_stdout
 from lora_rocm.foundation.terminal_text import legible
 
 
@@ -68,5 +67,5 @@ def _without_reader() -> int:
 
     Otherwise Python complains when it flushes standard output at exit.
     """
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # writes: the system's null device
+    drop_unwritten(sys.stdout)
     return StoppedError.exit_code

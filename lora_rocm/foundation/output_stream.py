@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,6 +58,14 @@ def outlive(stream: TextIO) -> TextIO:
     return io.TextIOWrapper(
         io.BufferedWriter(Outlasting(file, stream)), encoding=stream.encoding, errors="replace", line_buffering=True
     )
+
+
+def drop_unwritten(stream: TextIO) -> None:
+    """Drop text that a stream cannot write: Python would print a traceback about it at its end."""
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # writes: the system's null device
 
 
 @contextmanager

@@ -99,6 +99,12 @@ def smallest(footprint: Footprint, job: StepRequirements, rates: Rates) -> Plan:
     return PlanMemory(footprint, job, rates).smallest()
 
 
+def with_embedding(plan: Plan, footprint: Footprint, job: StepRequirements, rates: Rates) -> Plan:
+    """Return the plan with its token embedding on the GPU."""
+    choice, one = replace(plan.choice, looks_up_rows=False), replace(job, graphs=plan.graphs)
+    return planned(plan.mode, plan.parts, choice, footprint, one, rates)
+
+
 def table(budget_bytes: int | None, footprint: Footprint, job: StepRequirements, rates: Rates) -> list[Plan]:
     """Return, for each number of parts and each mode, the fastest plan that fits, or else the smallest plan."""
     limit, plans = float("inf") if budget_bytes is None else budget_bytes, PlanMemory(footprint, job, rates)

@@ -26,6 +26,7 @@ from lora_rocm.processes.job_file import job_text, read_job_file, read_job_text
 from lora_rocm.rundir.event_types import (
     AnsweredEvent,
     BeginEvent,
+    CacheEvent,
     CheckEvent,
     ChecksEvent,
     ComparedEvent,
@@ -206,9 +207,10 @@ class Weighed:
 
 @dataclass(frozen=True)
 class CheckTextsJob:
-    """Job to inspect the first texts of a recipe with the model's tokenizer."""
+    """Job to inspect the first texts of a recipe with the model's tokenizer. num_texts: number of all its texts."""
 
     recipe: RecipeValues
+    num_texts: int
 
 
 @dataclass(frozen=True)
@@ -464,8 +466,8 @@ class Child:
     Attributes:
         module: name of the module with the child's ``main``.
         job: class of its job.
-        answers: classes of its events, except ``ErrorEvent``; or the class of the JSON object that it prints; or the
-            classes of its answers to requests.
+        answers: classes of its events, except ``ErrorEvent``; or the class of the JSON object that it prints, then of
+            the events before it; or the classes of its answers to requests.
         requests: classes of requests that the parent may send to its standard input.
     """
 
@@ -485,7 +487,7 @@ CHILDREN: Mapping[str, Child] = {
         _MODEL, ChatJob, (ReadyEvent, WrittenEvent, AnsweredEvent, NoticeEvent), (AskRequest, ResetRequest, StopRequest)
     ),
     "check-base": Child("lora_rocm.children.check_base", CheckBaseJob, (Weighed,)),
-    "check-texts": Child("lora_rocm.children.check_texts", CheckTextsJob, (Seen,)),
+    "check-texts": Child("lora_rocm.children.check_texts", CheckTextsJob, (Seen, CacheEvent)),
     "inspect": Child("lora_rocm.children.inspect_base", InspectJob, (Judgements,)),
     "offer": Child("lora_rocm.children.fetch", OfferJob, (HubOffer,)),
     "fetch": Child("lora_rocm.children.fetch", FetchJob, (Fetched,)),

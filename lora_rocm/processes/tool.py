@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -131,17 +130,25 @@ def run_job(
         return run_tool(CHILDREN[name_of(job)].module, [str(write_job(folder, job))], env, on_event, is_late)
 
 
-def ask(job: object, answer: type[A], env: Mapping[str, str]) -> A:
+def ask(
+    job: object,
+    answer: type[A],
+    env: Mapping[str, str],
+    on_event: process.OnEvent = lambda event: None,
+    require_wanted: Callable[[], None] = lambda: None,
+) -> A:
     """Run the child process of a job and return the object with which it answers.
+
+    ``on_event`` and ``require_wanted``: see ``run_for_json``.
 
     Raises:
         LoraRocmError: see ``run_for_json``.
         MachineError: answer-unreadable.
     """
     child = CHILDREN[name_of(job)]
-    assert child.answers == (answer,)
+    assert child.answers[0] is answer
     with temporary_folder() as folder:
-        found = run_for_json(child.module, [str(write_job(folder, job))], env)
+        found = run_for_json(child.module, [str(write_job(folder, job))], env, on_event, require_wanted)
     try:
         return from_json(answer, found)
     except MisfitError as error:
@@ -233,44 +240,56 @@ def _end(tool: subprocess.Popen[bytes]) -> None:
 
 
 def run_for_json(
-    module: str, arguments: Sequence[str], env: Mapping[str, str], limit_s: float = JSON_LIMIT_S
+    module: str,
+    arguments: Sequence[str],
+    env: Mapping[str, str],
+    on_event: process.OnEvent = lambda event: None,
+    require_wanted: Callable[[], None] = lambda: None,
+    limit_s: float = JSON_LIMIT_S,
 ) -> dict[str, Any]:
     """Run a child process that writes one JSON object to standard output. Return this object.
+
+    Args:
+        module: module with the child's ``main``.
+        arguments: its arguments.
+        env: its environment.
+        on_event: receives the events that the child writes before the object.
+        require_wanted: is called regularly. If it raises an error, the child is killed, and the error is passed on.
+        limit_s: time limit in seconds.
 
     Raises:
         LoraRocmError: the child reported this error, as an event or as text on standard error with a known exit code.
         WorkerDiedError: the child failed without reporting an error, or exceeded the time limit and was killed.
     """
-    alive, ours = os.pipe()  # ``subprocess.run`` would close its own pipe at once, which ends the child
-    try:
-        done = subprocess.run(
-            process.heavy_command(module, *arguments),
-            stdin=alive,
-            capture_output=True,
-            env=python_environment(env),
-            timeout=limit_s,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise WorkerDiedError(
-            "worker-died",
-            f"The process {module} was still running after {limit_s / 60:.0f} minutes, so it was killed.",
-            fix="Check the model's files and the data for the cause. Files on the network may be slow.",
-        ) from error
-    finally:
-        os.close(alive)
-        os.close(ours)
+    ended, latest_s = False, time.monotonic() + limit_s
+    with started(process.heavy_command(module, *arguments), env) as tool:
+        while not ended:
+            require_wanted()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                tool.child.wait(process.POLL_S)
+            ended, events = tool.poll()
+            for event in events:
+                if not isinstance(event, ErrorEvent):
+                    on_event(event)
+            if not ended and time.monotonic() >= latest_s:
+                raise WorkerDiedError(
+                    "worker-died",
+                    f"The process {module} was still running after {limit_s / 60:.0f} minutes, so it was killed.",
+                    fix="Check the model's files and the data for the cause. Files on the network may be slow.",
+                )
+        code, output, errors = tool.child.returncode, tool.reader.path.read_bytes(), tool.log.read_bytes()
     # The result: an error event, the answer, an error text, or a death
-    found = _last_object(done.stdout)
+    found = _last_object(output)
     if found is not None and found.get("type") == "error":
         raise process.error_from_event(ErrorEvent.read(found))
-    if done.returncode == 0 and found is not None:
+    if code == 0 and found is not None:
         return found
-    said = done.stderr.decode("utf-8", "replace").strip()
-    if done.returncode in process.BRANCHES and said and "Traceback (most recent call" not in said:
-        raise process.BRANCHES[done.returncode]("child-failed", said)
+    said = errors.decode("utf-8", "replace").strip()
+    if code in process.BRANCHES and said and "Traceback (most recent call" not in said:
+        raise process.BRANCHES[code]("child-failed", said)
     with temporary_folder() as folder:
         require_room(folder)
-    raise worker_died_error(f"The process {module}", done.returncode, done.stderr)
+    raise worker_died_error(f"The process {module}", code, errors)
 
 
 def _last_object(output: bytes) -> dict[str, Any] | None:

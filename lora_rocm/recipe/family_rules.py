@@ -90,8 +90,23 @@ def _unwritten_format(
     if use_dora is not None:
         lora = lora.model_copy(update={"use_dora": use_dora})
     known = [form for form in spec.formats if form in lora.writable_formats]
+    if not known:
+        return [_without_format(spec, lora)]
     wrong = [form for form in formats or spec.formats[:1] if form not in known]
     return [dict(zip(("what", "fix"), unwritten(spec, lora, form, known), strict=True)) for form in wrong[:1]]
+
+
+def _without_format(spec: FamilySpec, lora: AdapterSection) -> Breach:
+    """Return the breach of an adapter that no format of the family can store."""
+    fitting = [name for name, section in ADAPTERS.items() if set(section.formats) & set(spec.formats)]
+    at, fix = "lora.type", f"Take another adapter: {', '.join(fitting)}."
+    if lora.type in fitting:
+        at, fix = "lora.train_norms", "Remove it, or set it to false."
+    return {
+        "at": at,
+        "what": f"{lora.title} cannot be exported from {spec.title}: no program would read it",
+        "fix": fix,
+    }
 
 
 def _unfit_side(px: int | None, spec: FamilySpec, most: int) -> list[Breach]:

@@ -50,7 +50,7 @@ from lora_rocm.recipe.yaml_tree import (
     parse_yaml,
 )
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.rundir.run_name import output_name_fault
+from lora_rocm.rundir.run_name import DEFAULT_NAME, output_name_fault
 
 MAX_RECIPE_BYTES = 1 << 18  # parsing this much YAML takes a few seconds
 NEXT_LINE = "\x85"  # a line end in YAML 1.1 (section 5.4)
@@ -119,13 +119,7 @@ class LoadedRecipe:
 
     def name_problems(self) -> list[Problem]:
         """Return a problem if ``output.name`` is not a valid file name on every system, else an empty list."""
-        name = name_key(self.recipe.output.name)
-        if not (fault := output_name_fault(name)):
-            return []
-        better = usable_stem(name)
-        better = f"lora-{better}" if output_name_fault(better) else better
-        fix = f"Choose another name, such as {better}. output.description takes any text."
-        return [Problem(self.layers.where(("output", "name")), f"{shown(name)} {fault}", fix)]
+        return _name_problems(self.layers)
 
     def placed(self, error: LoraRocmError) -> Problem:
         """Turn an error into a problem. If its ``where`` begins with a recipe key, add the key's file and line."""
@@ -141,6 +135,19 @@ class LoadedRecipe:
             return []
         what = f"{shown(str(above), PATH_LETTERS)} is a file, not a folder"
         return [Problem(self.layers.where(key), what, "Move that file away, or choose another folder.")]
+
+
+def _name_problems(layers: Layered) -> list[Problem]:
+    """Return a problem if ``output.name`` is text that is not a valid file name on every system, else an empty list."""
+    output = layers.data.get("output")
+    written = output.get("name", DEFAULT_NAME) if isinstance(output, dict) else DEFAULT_NAME
+    name = name_key(written) if isinstance(written, str) else DEFAULT_NAME
+    if not (fault := output_name_fault(name)):
+        return []
+    better = usable_stem(name)
+    better = f"lora-{better}" if output_name_fault(better) else better
+    fix = f"Choose another name, such as {better}. output.description takes any text."
+    return [Problem(layers.where(("output", "name")), f"{shown(name)} {fault}", fix)]
 
 
 def _path_fix(path: str) -> str:
@@ -219,8 +226,10 @@ def _load(
     recipe, more = _validate(layers, registry, spoiled)
     recipe = recipe and with_prompts_filled_in(recipe)
     problems += [problem for problem in more if problem.where not in spoiled]
-    if problems or recipe is None:
-        raise RecipeError(_in_order(problems, layers))
+    if problems or recipe is None:  # a valid recipe of a begun run may have any name (require_files)
+        told = {problem.where for problem in problems}
+        named = [problem for problem in _name_problems(layers) if problem.where not in told]
+        raise RecipeError(_in_order([*problems, *named], layers))
     # collect notices about a valid recipe
     notices += [*_notice_of_moved(layers), *questions(recipe, layers)]
     runtime = recipe.runtime

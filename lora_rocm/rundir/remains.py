@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from lora_rocm.errors import LoraRocmError, StoppedError
 from lora_rocm.foundation.files import is_folder, remove
 
 TEMPORARY = re.compile(r"\.(?P<name>.+?)\.(?P<pid>\d{1,9})(\.[0-9a-f]{8})?\.tmp")
@@ -33,6 +35,33 @@ def discard_abandoned(target: Path) -> None:
     for path in _remains(target):
         if is_abandoned(path.name):
             discard(path)
+
+
+@contextlib.contextmanager
+def leaving_nothing(target: Path) -> Iterator[None]:
+    """Leave nothing new if a writer of a file or folder is stopped, and no empty folder if it fails.
+
+    A target that was there before is kept.
+    """
+    new = [path for path in (target, *target.parents) if not os.path.lexists(path)]
+    try:
+        yield
+    except (StoppedError, KeyboardInterrupt):
+        discard_abandoned(target)
+        if target in new:
+            discard(target)
+        _discard_empty(new)
+        raise
+    except LoraRocmError:
+        _discard_empty(new)
+        raise
+
+
+def _discard_empty(folders: list[Path]) -> None:
+    """Remove folders, the innermost first, up to the first one with content."""
+    with contextlib.suppress(OSError):
+        for folder in filter(is_folder, folders):
+            folder.rmdir()  # writes: removes nothing but empty folders
 
 
 def discard(path: Path) -> None:

@@ -70,10 +70,17 @@ class QueueItem:
 
 @dataclass(frozen=True)
 class DoneItem:
-    """A finished recipe. run: its run directory, or None if its record is lost."""
+    """A finished recipe.
+
+    Attributes:
+        path: its file.
+        run: its run directory, or None if its record is lost.
+        queued_as: the file name that it had in the queue; empty if its record is lost or from an earlier version.
+    """
 
     path: Path
     run: Path | None
+    queued_as: str = ""
 
 
 @dataclass(frozen=True)
@@ -173,7 +180,7 @@ class QueueDir:
         if not self.done.is_dir() or is_link(self.done):
             return []
         files = [path for path in self.done.iterdir() if ITEM.fullmatch(path.name) and stat.S_ISREG(_mode(path))]
-        return [DoneItem(path, _run_in(path.with_suffix(".json"))) for path in sorted(files, key=_changed_s)]
+        return [_done(path) for path in sorted(files, key=_changed_s)]
 
     def find(self, text: str) -> QueueItem:
         """Return the recipe that a user names: by its name, its file name, or its number.
@@ -191,6 +198,29 @@ class QueueDir:
         what = "Several recipes have this number." if found else "There is no such recipe in the queue."
         fix = f"Recipes: {names}." if names else f"The queue is empty: {self.path}."
         raise UserError("queue-no-item", what, where=legible(text), fix=fix)
+
+    def present(self, file_name: str) -> QueueItem:
+        """Return the recipe with a file name that the queue had when a user or a page read it.
+
+        Raises:
+            UserError: "queue-item-gone". The message names the reason: trained, moved or removed.
+        """
+        items = self.items()
+        item = next((each for each in items if each.path.name == file_name), None)
+        if item is not None:
+            return item
+        match = ITEM.fullmatch(file_name)
+        moved = next((each for each in items if match is not None and each.name == name_key(match[2])), None)
+        done = next((each for each in reversed(self.finished()) if each.queued_as == file_name), None)
+        what, fix = "This recipe has been removed from the queue by now.", "Add it again to train it."
+        if moved is not None:
+            what, fix = "This recipe has been moved by now.", f"Its file is now {legible(moved.path.name)}."
+        elif done is not None:
+            what, fix = (
+                "This recipe has been trained by now.",
+                f"Its run: {done.run}. Add the recipe to train it again.",
+            )
+        raise UserError("queue-item-gone", what, where=legible(file_name), fix=fix)
 
     def ask_to_stop(self) -> None:
         """Create the file ``stop``.
@@ -297,14 +327,15 @@ class QueueDir:
         target = self.done / f"{stem}.yaml"
         try:
             if item is not None:
-                write_json(target.with_suffix(".json"), {"run": str(run)}, self.path)
+                record = {"run": str(run), "queued_as": item.path.name}
+                write_json(target.with_suffix(".json"), record, self.path)
                 rename(item.path, target)
             remove(self.record_of(name))
             with contextlib.suppress(OSError):  # Windows: this process has it open
                 remove(self.lock_of(name))
         except OSError as error:
             raise storage_error(error, self.done) from error
-        return DoneItem(target, run) if item is not None else None
+        return DoneItem(target, run, item.path.name) if item is not None else None
 
 
 @contextlib.contextmanager
@@ -328,6 +359,12 @@ def locked(path: Path, wait_s: float, what: str, code: str) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def _done(path: Path) -> DoneItem:
+    record = path.with_suffix(".json")
+    name = object_in(record, MAX_RECORD_BYTES).get("queued_as") if not is_link(record) else None
+    return DoneItem(path, _run_in(record), name if isinstance(name, str) else "")
 
 
 def _run_in(record: Path) -> Path | None:

@@ -24,7 +24,7 @@ from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import DataError, ExportError, LoraRocmError, MachineError, StateError
 from lora_rocm.export import writers
 from lora_rocm.export.metadata import RunFacts
-from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.families.base import LoadedModel, ModelFamily, prompt_notices_of
 from lora_rocm.foundation.files import write_json
 from lora_rocm.loader.batches import Prepared
 from lora_rocm.memory.manager import MemoryManager
@@ -201,6 +201,8 @@ class Artifacts:
         If memory still runs out, the run goes on without previews of this round.
         """
         self.run_dir.require()
+        for text in prompt_notices_of(self.family) if self.drawn_at is None else ():
+            self.session.context.notice(text)
         empty_pools()
         drawn, images = self._drawn(updates), self.recipe.spec.preview != "text"
         if isinstance(drawn, MachineError) and images and not self.tiles:

@@ -222,7 +222,7 @@ def move(queue: QueueDir, file_name: str, place: Callable[[int, int], int], if_m
         if version_of(before) != if_match:
             mine = t("queue.wanted_move", file=file_name).encode("utf-8", "replace")
             raise EditConflict(queue.path, mine, before, version_of(before))
-        item = queue.find(file_name)
+        item = queue.present(file_name)
         queue.require_idle(item)
         names = [each.path for each in queue.items()]
         wanted = min(max(place(names.index(item.path) + 1, len(names)), 1), len(names))
@@ -240,7 +240,7 @@ def remove(queue: QueueDir, edits: Edits, file_name: str, if_match: str) -> Save
         StorageError: the queue cannot be written.
     """
     with queue.editing():
-        item = queue.find(file_name)
+        item = queue.present(file_name)
         queue.require_idle(item)
         refuse_link(item.path)
         return edits.save(item.path, None, if_match)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -13,6 +14,7 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.results import updates_of
 from lora_rocm.rundir.run_view import RunView
 
+EARLIER = re.compile(r"earlier-exports/step-(\d{8})/peft")
 MAX_FILES = 200
 """Files that are listed of one folder. A merged model has some ten."""
 
@@ -34,6 +36,22 @@ def result_folders(view: RunView) -> list[ResultFolder]:
     """Return the intact results that are folders: PEFT adapters and merged models."""
     found = [path for path in _results(view) if path.is_dir() and view.run_dir.holds(path)]
     return [ResultFolder(path, files_in(view.run_dir, path)) for path in found]
+
+
+def result_folder(view: RunView, path: Path) -> ResultFolder | None:
+    """Return a result folder by its path, with all links resolved; None if the run has no such result."""
+    return next((folder for folder in result_folders(view) if folder.path.resolve() == path), None)
+
+
+def peft_folders_by_step(view: RunView) -> dict[int, Path]:
+    """Return the intact PEFT folders of a run by their step: exports of earlier steps, and the end of the run."""
+    run_dir, found = view.run_dir, dict[int, Path]()
+    for folder in result_folders(view):
+        if folder.path == run_dir.peft_dir and (updates := updates_of(run_dir)):
+            found[updates] = folder.path
+        elif step := EARLIER.fullmatch(folder.path.relative_to(run_dir.path).as_posix()):
+            found[int(step[1])] = folder.path
+    return found
 
 
 def savable(view: RunView) -> set[Path]:

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_rocm.commands.check import check
+from lora_rocm.commands.check import checked
 from lora_rocm.commands.output import Failure
 from lora_rocm.errors import Problem
+from lora_rocm.page_parts.texts import t
+from lora_rocm.recipe.load import load_recipe  # recipe: only read, for the page
 from lora_rocm.ui.background import Work
 
 BEGIN, END = "\u27e6", "\u27e7"
@@ -72,7 +74,9 @@ def text_samples(recipe: Path, work: Work) -> TextSamples:
     Raises:
         LoraRocmError: the recipe is wrong, or the child process failed.
     """
-    found = check(str(recipe), notify=work.report)
+    loaded = load_recipe(str(recipe))
+    work.report(t("texts.loading"))
+    found = checked(loaded, "", work.advance)
     work.require_wanted()
     data, plan = found.data, found.plan
     lengths = {} if plan is None else {sum(shape.sizes): count for shape, count in plan.data.buckets.items()}

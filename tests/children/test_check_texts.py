@@ -25,10 +25,12 @@ def test_the_first_samples_are_shown_and_what_cannot_be_used_is_said(
         "data": {"sources": [{"dataset": str(data)}], "max_length": 100},
         "train": {"max_train_steps": 1},
     }
-    job = write_job(tmp_path, CheckTextsJob(values))
+    job = write_job(tmp_path, CheckTextsJob(values, 10))
     monkeypatch.setattr(sys, "argv", ["texts_child", str(job)])
     assert check_texts.main() == 0
-    said = json.loads(capsys.readouterr().out)
+    *progress, said = map(json.loads, capsys.readouterr().out.splitlines())
+    assert {(each["type"], each["total"]) for each in progress} == {("cache", 10)}
+    assert progress[-1]["done"] == 10 and 10 not in [each["done"] for each in progress[:-1]]
     wanted = [f"<|start|>user\nsay {n}<|end|>\n<|start|>assistant\n⟦number {n}<|end|>⟧\n" for n in range(3)]
     assert said["shown"] == wanted
     assert (said["looked_at"], said["refused"], said["lengths"]) == (10, {"0": 1}, {"64": 9})

@@ -96,7 +96,7 @@ def child(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     answer: dict[str, Any] = {"footprint": net().to_json(), "precision": "bf16", "model_is_here": True}
     answer |= {"gpu": None, "encoders": []}
 
-    def run_for_json(module: str, arguments: list[str], env: dict[str, str]) -> dict[str, Any]:
+    def run_for_json(module: str, arguments: list[str], env: dict[str, str], *follow: object) -> dict[str, Any]:
         asked = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
         answer["asked"] = asked
         return {key: value for key, value in answer.items() if key != "asked"}
@@ -140,6 +140,24 @@ def test_the_reason_is_the_faster_plan_that_needs_least(write: Any, child: Any) 
     assert len({row.needed_bytes for row in large}) > 1, "the control"
     (reason,) = [line for line in command.render(found).splitlines() if line.startswith("reason: ")]
     assert f"reason: {nearest.mode} " in reason and reason.endswith(size_text(nearest.needed_bytes))
+
+
+def test_the_reason_for_an_embedding_in_main_memory_is_its_size(write: Any, child: Any) -> None:
+    """The plan with the embedding on the GPU would be faster, and does not fit. On a larger card, it stays there."""
+    child["footprint"] |= {"table_bytes": 3 * GIB, "row_bytes": 2**20}
+    seen = dict[bool, str]()
+    for gib in range(6, 80, 2):
+        found = command.plan(write(), (), card=f"{gib}GB")
+        if found.chosen is not None:
+            seen.setdefault(found.chosen.looks_up_rows, command.render(found))
+            reasons = [line for line in command.render(found).splitlines() if line.startswith("reason: ")]
+            named = [line for line in reasons if "embedding" in line]
+            assert len(named) == found.chosen.looks_up_rows
+            assert (found.with_embedding_bytes is not None) == found.chosen.looks_up_rows
+            if found.with_embedding_bytes is not None and found.room.num_bytes is not None:
+                assert found.with_embedding_bytes > found.room.num_bytes >= found.chosen.needed_bytes
+                assert named[0].endswith(size_text(found.with_embedding_bytes))
+    assert seen.keys() == {True, False}, "the control: both are seen"
 
 
 def test_the_rounding_of_a_quantised_base_is_named(write: Any, child: Any, capsys: Any) -> None:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,38 @@ def test_remove_by_name_number_and_file() -> None:
     assert order() == [*NAMES], "nothing is removed if one is unknown"
     commands.remove(Path("queue"), ["cat", "20", "030-emu.yaml"])
     assert order() == []
+
+
+@pytest.mark.parametrize("change", ["trained", "removed", "moved", ""])
+@pytest.mark.parametrize("command", ["move", "remove"])
+def test_a_recipe_that_is_gone_before_the_lock_is_named(
+    command: str, change: str, there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process trains, removes or moves it after this command has found it; without a change, it works."""
+    added()
+    queue, editing = QueueDir(there / "queue"), QueueDir.editing
+
+    def late(self: QueueDir) -> object:
+        monkeypatch.setattr(QueueDir, "editing", editing)
+        if change == "moved":
+            commands.move(Path("queue"), "dog", 1)
+        elif change == "removed":
+            commands.remove(Path("queue"), ["dog"])
+        elif change == "trained":
+            queue.finish("dog", there / "runs" / "dog-1")
+        return self.editing()
+
+    monkeypatch.setattr(QueueDir, "editing", late)
+    call = partial(commands.move, Path("queue"), "dog", 3) if command == "move" else None
+    call = call or partial(commands.remove, Path("queue"), ["dog"])
+    if not change:
+        assert call().changed == ("dog",)
+        return
+    error = refused(call)
+    shown = {"trained": "dog-1", "moved": "005-dog.yaml", "removed": "removed"}
+    assert error.code == "queue-item-gone" and shown[change] in str(error) and "020-dog.yaml" in error.where
+    others = {"dog-1", "005-dog.yaml", "removed"} - {shown[change]}
+    assert not any(word in str(error) for word in others)
 
 
 def test_hostile_files_are_reported_and_passed_over(there: Path) -> None:

@@ -51,7 +51,6 @@ def in_bf16(folder: Path) -> Path:
         pytest.param("qwen3", {"use_dora": True}, marks=pytest.mark.slow),  # tied embeddings
         pytest.param("gemma3", {"use_rslora": True}, marks=pytest.mark.slow),  # with a part for images
         pytest.param("phi3", {"type": "lokr"}, marks=pytest.mark.slow),
-        pytest.param("llama", {"type": "oft"}, marks=pytest.mark.slow),
         pytest.param("mistral", {"type": "loha"}, marks=pytest.mark.slow),
         pytest.param("qwen2", {}, marks=pytest.mark.slow),  # with biases
     ],

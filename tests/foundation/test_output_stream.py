@@ -158,6 +158,28 @@ def test_a_command_whose_output_is_the_result_says_that_it_was_not_written(place
     assert done.returncode == 3 and b"The disk is full" in done.stderr
 
 
+COMMANDS = (
+    ("--help", 3), ("--version", 3), ("train --help", 3), ("recipes", 3), ("recipes --json", 3),
+    ("", 2), ("train --bad", 2), ("train --bad --json", 2), ("nope --json", 2), ("train gone.yaml --json", 2),
+)  # fmt: skip
+"""Words of commands that end at once, with their exit codes while standard output cannot be written."""
+
+
+@full
+@pytest.mark.parametrize(("words", "code"), COMMANDS)
+def test_a_full_disk_below_any_output_ends_without_a_traceback(words: str, code: int, place: Path) -> None:
+    """Python's own complaints at its end count too. A full standard error changes no exit code."""
+    command = [sys.executable, "-P", "-m", "lora_rocm", *words.split()]
+    with FULL.open("wb") as log:
+        done = subprocess.run(command, stdout=log, stderr=subprocess.PIPE, cwd=place, timeout=WAIT_S)
+        both = subprocess.run(command, stdout=log, stderr=log, cwd=place, timeout=WAIT_S)
+    assert (done.returncode, both.returncode) == (code, code)
+    assert done.stderr and not any(word in done.stderr for word in (b"Traceback", b"ignored", b"bug"))
+    if words in ("--help", "nope --json"):  # the control
+        usual = subprocess.run(command, capture_output=True, cwd=place, timeout=WAIT_S)
+        assert usual.stdout and usual.returncode == (0 if words == "--help" else 2)
+
+
 @posix
 def test_a_terminal_that_is_closed_stops_and_saves(place: Path) -> None:
     """The kernel sends SIGHUP to the session, and every write to the terminal fails from then on."""

@@ -18,10 +18,11 @@ from typing import Any
 import psutil
 import pytest
 
-from lora_rocm.errors import MachineError, StorageError, UserError, WorkerDiedError
+from lora_rocm.errors import MachineError, StoppedError, StorageError, UserError, WorkerDiedError
 from lora_rocm.foundation import files
 from lora_rocm.foundation.safe_path import python_command
 from lora_rocm.processes.tool import run_for_json, run_tool
+from lora_rocm.rundir.event_types import Event
 from lora_rocm.rundir.layout import RunDir
 from tests.command_line import command_line
 from tests.markers import markers, unmarked
@@ -192,6 +193,25 @@ def test_a_child_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.
     name = module(tmp_path, monkeypatch, "import time\ntime.sleep(60)")
     with pytest.raises(WorkerDiedError, check=saying("processes/still-at-work")):
         run_for_json(name, [], os.environ, limit_s=0.5)
+
+
+def test_events_before_an_answer_are_heard_and_a_child_that_is_not_wanted_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notice = 'import sys\nprint(\'{"type": "notice", "text": "a"}\', flush=True)\n'
+    name, heard = module(tmp_path, monkeypatch, notice + "print('{\"x\": 1}')"), list[Event]()
+    assert run_for_json(name, [], os.environ, heard.append) == {"x": 1}
+    assert [event.type for event in heard] == ["notice"]
+    name = module(tmp_path, monkeypatch, notice + "import time\ntime.sleep(60)")
+    began_s, heard = time.monotonic(), []
+
+    def require_wanted() -> None:
+        if heard:
+            raise StoppedError("cancelled", "x")
+
+    with pytest.raises(StoppedError):
+        run_for_json(name, [], os.environ, heard.append, require_wanted)
+    assert time.monotonic() - began_s < 30
 
 
 @pytest.mark.parametrize("call", ["run_for_json(name, [], os.environ)", "run_tool(name, [], os.environ, print)"])

@@ -13,6 +13,8 @@ from pydantic import ValidationError
 
 from lora_rocm.errors import RecipeError
 from lora_rocm.families.registry import FAMILIES
+from lora_rocm.families.spec import FamilySpec
+from lora_rocm.recipe.adapter_sections import ADAPTERS
 from lora_rocm.recipe.family_rules import given_unread
 from lora_rocm.recipe.judge import keys_of
 from lora_rocm.recipe.key_rules.data_rules import CONTROL_KEYS, controls_of, holding
@@ -373,3 +375,23 @@ def test_rules_over_several_keys_are_in_the_table_alone() -> None:
     assert found == [("schema.py", "_rules_hold")]
     snippet = "class A:\n    @pydantic.model_validator(mode='after')\n    def _both(self): ...\n"
     assert list(validators(snippet)) == ["_both"]
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("spec", list(FAMILIES), ids=lambda spec: spec.name)
+def test_an_adapter_that_no_format_stores_is_refused_at_its_key(spec: FamilySpec, kind: str, norms: bool) -> None:
+    """The fix names adapters that the family can export, or the key to remove."""
+    data = {"model": {"family": spec.name}, "lora": {"type": kind, "train_norms": norms}}
+    found = [each for each in judge(data, kinds_of(data), set()).broken if each.rule.id == "formats-of-adapter"]
+    lora = ADAPTERS[kind].model_construct(type=kind, train_norms=norms)
+    fits, fits_without = (set(spec.formats) & set(formats) for formats in (lora.writable_formats, lora.formats))
+    if fits & set(spec.formats[:1]):
+        assert not found  # the control
+    elif not fits:
+        (each,) = found
+        assert each.key == ("lora", "train_norms" if fits_without else "type")
+        named = [name for name in ADAPTERS if name in each.fix.partition(":")[2]]
+        assert all(set(ADAPTERS[name].formats) & set(spec.formats) for name in named) and bool(named) != bool(
+            fits_without
+        )

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pickle
+import subprocess
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +21,38 @@ from lora_rocm.families.base import token_table
 from lora_rocm.families.causal_lm.family import CausalLM
 from lora_rocm.memory.manager import MemoryManager
 from lora_rocm.recipe.kinds import recipe_from
+from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.supervisor.worker_group import environments
 from tests.event_lines import read_events
 from tests.families.causal_lm.adapted import Adapted, recipe_of
 from tests.tiny_llm import write_tiny_llm
 from tests.train.runs import losses_of, start
 
-CPU = torch.device("cpu")
+CPU, ROOT, WAIT_S = torch.device("cpu"), Path(__file__).parents[2], 120
 IDS_BS = torch.tensor([[3, 1, 3], [9, 0, 7]])
 
 
-def recipe_in(folder: Path, max_train_steps: int = 4, **changed: Any) -> Recipe:
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "pairs": {"objective": {"loss": "dpo"}},
+    "packed": {"data": {"packing": True, "max_length": 128}},
+}
+
+
+def recipe_in(folder: Path, max_train_steps: int = 4, kind: str = "plain", **changed: Any) -> Recipe:
     write_tiny_llm(folder / "model", **changed)
-    data = folder / "texts.jsonl"
-    lines = (f'{{"prompt": "What is number {number}?", "completion": "zibu {number}"}}\n' for number in range(10))
-    data.write_text("".join(lines), encoding="utf-8")
+    data, answer = folder / "texts.jsonl", "chosen" if kind == "pairs" else "completion"
+    rows = [{"prompt": f"What is number {number}?", answer: f"zibu {number}"} for number in range(10)]
+    rows = [row | ({"rejected": "no"} if kind == "pairs" else {}) for row in rows]
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    more = KINDS[kind]
     return recipe_from(
         {
             "model": {"family": "causal-lm", "name_or_path": str(folder / "model")},
-            "data": {"sources": [{"dataset": str(data)}], "validation_split": 0.2},
+            "data": {"sources": [{"dataset": str(data)}], "validation_split": 0.2, **more.get("data", {})},
+            "objective": more.get("objective", {}),
             "lora": {"rank": 2},
             "optim": {"learning_rate": 1e-3},
             "train": {
@@ -60,28 +78,69 @@ def held_out(run: Path) -> list[Any]:
     return [event["loss"] for event in events if event["type"] == "validation"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_has_equal_bytes_with_the_embedding_in_main_memory_and_after_a_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe, sent = recipe_in(tmp_path), list[int]()
+    recipe, sent = recipe_in(tmp_path, kind=kind), list[tuple[int, ...]]()
     assert start(recipe, tmp_path / "plain")
-    whole = EmbeddingRows.sent
+    whole, several = EmbeddingRows.sent, list[bool]()
 
     def counted(self: EmbeddingRows, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         found = whole(self, tensors)
-        sent.append(found[ROWS].nbytes)
+        sent.append(tuple(tensors["input_ids"].shape))
+        assert found[ROWS].shape[:-1] == tensors["input_ids"].shape
+        positions = tensors.get("positions")
+        several.append(positions is not None and bool(((positions == 0).sum(-1) > 1).any()))
         return found
 
     monkeypatch.setattr(EmbeddingRows, "sent", counted)
     monkeypatch.setattr(MemoryManager, "_table", lambda self, family, model: token_table(family, model))
     assert not start(recipe, tmp_path / "rows", stop_at=2)
     assert start(recipe, tmp_path / "rows")
-    assert sent, "the control: rows were sent"
+    assert sent and {len(shape) for shape in sent} == {3 if kind == "pairs" else 2}, "the control: rows were sent"
+    assert any(several) == (kind == "packed"), "the control: several texts in a row"
     result = Path("peft", "model", "adapter_model.safetensors")
     assert (tmp_path / "rows" / result).read_bytes() == (tmp_path / "plain" / result).read_bytes()
     assert losses_of(tmp_path / "rows") == losses_of(tmp_path / "plain")
     assert held_out(tmp_path / "rows") == held_out(tmp_path / "plain") != []
     assert shown(tmp_path / "rows") == shown(tmp_path / "plain")
+    monkeypatch.setattr(EmbeddingRows, "sent", lambda *given: {ROWS: whole(*given)[ROWS].roll(1, -1)})
+    assert start(recipe, tmp_path / "wrong")
+    assert losses_of(tmp_path / "wrong") != losses_of(tmp_path / "plain"), "the control: wrong rows change the losses"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_have_equal_bytes_with_the_embedding_in_main_memory_and_after_a_resume(
+    kind: str, tmp_path: Path
+) -> None:
+    """Real processes over gloo. The second run stops after two updates, and continues."""
+    recipe = recipe_in(tmp_path, kind=kind)
+    for name, ends in (("plain", [(4, 0)]), ("rows", [(2, 0), (4, 0)])):
+        run_dir = RunDir(tmp_path / name).create()
+        for steps, code in ends:
+            given = recipe.model_copy(update={"train": recipe.train.model_copy(update={"max_train_steps": steps})})
+            run_dir.recipe.write_text(dump_recipe(given), encoding="utf-8")
+            assert ranks(run_dir, in_main_memory=name == "rows") == [(code, name == "rows")] * 2
+    results = [RunDir(tmp_path / name).checkpoint(4) / "adapter.safetensors" for name in ("plain", "rows")]
+    assert results[0].read_bytes() == results[1].read_bytes()
+    assert losses_of(tmp_path / "rows") == losses_of(tmp_path / "plain")
+    assert held_out(tmp_path / "rows") == held_out(tmp_path / "plain") != []
+
+
+def ranks(run_dir: RunDir, in_main_memory: bool) -> list[tuple[int, bool]]:
+    """Train with two processes; (exit code, whether it has sent rows) of each."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "LORA_ROCM_HOME": str(run_dir.path.parent)}
+    command = [sys.executable, "-m", "tests.train.embedding_rank", str(int(in_main_memory)), str(run_dir.path)]
+    with ExitStack() as stack:
+        children = [  # their standard input stays open: when that closes, a worker stops
+            stack.enter_context(subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            for env in environments(environ, 2)
+        ]
+        said = [child.stdout.read() if child.stdout else b"" for child in children]
+        codes = [child.wait(WAIT_S) for child in children]
+    return [(code, int(text.splitlines()[-1]) > 0) for code, text in zip(codes, said, strict=True)]
 
 
 def rows_with(fault: str) -> tuple[EmbeddingRows, DeviceTransfer, nn.Embedding]:
@@ -117,8 +176,11 @@ def test_lookups_outside_a_batch_give_the_same_rows() -> None:
     rows, transfer, table = rows_with("")
     assert torch.equal(table(IDS_BS), table.weight[IDS_BS])
     assert transfer.send({"noise": torch.zeros(2, 3)}, {"noise": fingerprint(torch.zeros(2, 3))})[0].keys() == {"noise"}
+    assert table.state_dict().keys() == {"weight"}
     rows.close()
     assert transfer.extra is None and torch.equal(table(IDS_BS), table.weight[IDS_BS])
+    again = pickle.loads(pickle.dumps(table))
+    assert torch.equal(again(IDS_BS), table(IDS_BS)), "nothing of the placement stays in the module"
 
 
 @pytest.mark.parametrize(("name", "moves"), [("llama", True), ("smollm", False), ("gemma3", False)])

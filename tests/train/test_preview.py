@@ -138,6 +138,7 @@ def test_a_control_image_that_is_gone_costs_the_previews_and_not_the_run(
     run: Any = SimpleNamespace(
         **dict.fromkeys(("family", "model"), None),
         run_dir=SimpleNamespace(require=lambda: None),
+        drawn_at=None,
         recipe=SimpleNamespace(spec=SimpleNamespace(preview="image")),
         prepared=SimpleNamespace(text_lookup=None),
         tiles=False,
@@ -157,6 +158,23 @@ def test_a_control_image_that_is_gone_costs_the_previews_and_not_the_run(
         return
     Artifacts._draw(run, 3)
     assert said == [worded("train/no-previews-after-step-3-it-cannot")]
+
+
+@pytest.mark.parametrize("notices", [["a notice"], []])
+def test_the_format_of_prompts_is_named_once_before_the_previews(notices: list[str]) -> None:
+    said = list[str]()
+    context = SimpleNamespace(notice=said.append, emit=lambda event: said.append(event.type))
+    run: Any = SimpleNamespace(
+        family=SimpleNamespace(prompt_notices=notices, answer=print),
+        run_dir=SimpleNamespace(require=lambda: None),
+        drawn_at=None,
+        recipe=SimpleNamespace(spec=SimpleNamespace(preview="text")),
+        session=SimpleNamespace(context=context),
+        _drawn=lambda updates: [],
+    )
+    for updates in (0, 3):
+        Artifacts._draw(run, updates)
+    assert said == [*notices, "preview", "preview"]
 
 
 def test_prompts_have_options_of_their_own() -> None:

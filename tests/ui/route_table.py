@@ -17,13 +17,15 @@ import pytest
 from starlette.datastructures import ImmutableMultiDict
 from starlette.routing import Mount, Route
 
+from lora_rocm.model_files.peft_folder import PEFT_WEIGHTS
+from lora_rocm.rundir.layout import RunDir
 from lora_rocm.ui.access import Access
 from lora_rocm.ui.application import create_app
 from lora_rocm.ui.context import UiContext
 from lora_rocm.ui.folders import Folders
 from tests.markers import markers
 from tests.report.measured_run import write_measured_run
-from tests.supervisor.fake_run import RECIPE
+from tests.supervisor.fake_run import RECIPE, safetensors_bytes
 from tests.ui.drawn_grid import with_grid
 from tests.ui.image_folders import write_folder
 from tests.ui.site import PORT, Site
@@ -107,10 +109,18 @@ def recorded_names(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return asked
 
 
+def with_peft(run_dir: RunDir) -> None:
+    """Give a run the PEFT folder that an export writes."""
+    weights = run_dir.earlier_exports(20) / "peft" / "unet" / PEFT_WEIGHTS
+    weights.parent.mkdir(parents=True, exist_ok=True)
+    weights.write_bytes(safetensors_bytes(1000))
+
+
 def fill(site: Site) -> None:
     """Give the page's folder a run with pictures, a measured run, images, a recipe and a queue."""
     run_dir = site.run()
     with_grid(run_dir)
+    with_peft(run_dir)
     write_measured_run(site.run_dir("measured"))
     write_folder(site.folder / "pictures")
     (site.folder / "cat.yaml").write_text(RECIPE, encoding="utf-8")
@@ -133,7 +143,8 @@ def usual_fields(site: Site, path: str) -> dict[str, str]:
         return {"file": "cat.yaml", "text": RECIPE, "version": "x", "name": "new-name", "dir": "runs/a-run", **model}
     if part == "queue":
         return {"file": (queued or ["none"])[0], "text": RECIPE, "version": "x", "recipe": "cat.yaml", "to": "0"}
-    return {**run, **values, "name": "new-name"} | ({"file": "lora.safetensors"} if path == "/runs/download" else {})
+    result = {"/runs/download": "lora.safetensors", "/runs/zip": "earlier-exports/step-00000020/peft"}
+    return {**run, **values, "name": "new-name"} | ({"file": result[path]} if path in result else {})
 
 
 OUTSIDE: list[Path] = []

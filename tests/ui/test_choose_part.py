@@ -43,6 +43,7 @@ class FakeChild:
 
     def __call__(self, job: CompareJob, listen: Any, notify: Any, require_wanted: Callable[[], None]) -> None:
         self.jobs.append(job)
+        notify("a <notice>")
         rows = [(0, (1.0,)), *((updates, job.strengths) for updates, _ in job.files)]
         for updates, strengths in rows:
             self.wait()
@@ -72,7 +73,7 @@ def test_the_missing_pictures_are_drawn_and_no_others(site: Site, child: FakeChi
     fields = {"prompts": f"{PROMPT}\n\n", "strengths": "0.8, 1", "most": "3"}
     assert site.client.post("/choose/draw", params=RUN, data=fields).status_code == 200
     work = site.context.background.of("choose-runs-a-run")
-    assert work is not None and work._ended.wait(10) and work.error is None and work.result == 7
+    assert work is not None and work._ended.wait(10) and work.error is None and work.result.count == 7
     (job,) = child.jobs
     assert [updates for updates, _ in job.files] == [*STEPS] and job.strengths == STRENGTHS and job.prompts == (PROMPT,)
     _, recipe, grid = open_grid(run_dir.path)
@@ -90,7 +91,8 @@ def test_the_missing_pictures_are_drawn_and_no_others(site: Site, child: FakeChi
     fields["strengths"] = "0.8 1 1.2"
     site.client.post("/choose/draw", params=RUN, data=fields)
     work = site.context.background.of("choose-runs-a-run")
-    assert work is not None and work._ended.wait(10) and work.result == 3
+    assert work is not None and work._ended.wait(10) and work.result.count == 3
+    assert "a &lt;notice&gt;" in site.get("/choose/drawing", **RUN)
     assert child.jobs[-1].strengths == (1.2,) and site.get("/choose/pictures", **RUN).count("<img") == 10
 
 

@@ -94,6 +94,19 @@ def test_a_change_of_an_order_that_the_page_did_not_see_is_a_conflict(site: Site
     assert code_of(answer.text) == "edit-conflict" and "by hand" in file.read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("path", ["/queue/move", "/queue/remove", "/queue/save"])
+def test_a_page_that_shows_a_recipe_that_is_gone_is_told(site: Site, queue: QueueDir, path: str) -> None:
+    file = file_of(queue, "cat")
+    data = {"file": file, "version": order_version(queue), "to": "down", "text": RECIPE}
+    begun(site, queue, "cat", is_finished=True)
+    answer = site.client.post(path, params={"file": file}, data=data)
+    assert answer.status_code >= 400 and code_of(answer.text) == "queue-item-gone"
+    assert "cat-run" in answer.text and file in answer.text
+    present = {**data, "file": file_of(queue, "dog"), "version": "old"}  # the control
+    answer = site.client.post(path, params={"file": present["file"]}, data=present)
+    assert code_of(answer.text) == "edit-conflict"
+
+
 def test_a_conflict_shows_the_present_state_and_keeps_the_text(site: Site, queue: QueueDir) -> None:
     file, headers = queue.find("cat").path, {"hx-request": "true"}
     old = {"file": file.name, "version": "old", "to": "down"}

@@ -12,7 +12,10 @@ from PIL import Image
 
 from lora_rocm.commands import check as command
 from lora_rocm.commands.check import CheckResult
+from lora_rocm.commands.recipe_filling import RecipeDraft, fit_to_length
+from lora_rocm.families.registry import FAMILIES
 from lora_rocm.processes.jobs import Weighed
+from lora_rocm.recipe.recipe_text import RecipeText
 from tests.ui.site import Site, code_of
 from tests.ui.test_recipe_plan import until
 
@@ -116,3 +119,40 @@ def test_a_recipe_leads_to_its_images(site: Site, cats: Path) -> None:
     page = site.get("/recipe/edit", file=FILE)
     (address,) = re.findall(r'href="(/images/view[^"]*)"', page)
     assert site.client.get(address.replace("&amp;", "&")).status_code == 200
+
+
+def fitting(html: str) -> list[str]:
+    return re.findall(r"<li><code>(\w+\.\w+: \d+)</code>", html.replace("<wbr>", ""))
+
+
+def fit(site: Site, text: str) -> Any:
+    return site.client.post("/recipe/check/fit", params={"file": FILE}, data={"text": text})
+
+
+INTERVALS = """\
+optim:
+  lr_warmup_steps: 100
+sample:
+  prompts: [a cat]
+  every_n_epochs: 4  # a comment
+output:
+  save_every_n_epochs: 5
+"""
+
+
+def test_intervals_that_do_not_fit_the_run_are_fitted_as_new_fits_them(site: Site, cats: Path) -> None:
+    text = RECIPE + INTERVALS
+    assert code_of(fit(site, text).text) == "work-unknown", "its length is not known yet"
+    shown = checked(site, text)
+    draft = RecipeDraft(RecipeText(text), FAMILIES)
+    fit_to_length(draft, 10, 2)
+    wanted = ["optim.lr_warmup_steps: 1", "output.save_every_n_steps: 2", "sample.every_n_steps: 2"]
+    assert fitting(shown) == wanted == [f"{'.'.join(each.place)}: {each.value}" for each in draft.values]
+    fitted = fit(site, text).json()["text"]
+    assert "every_n_epochs" not in fitted and fitted.startswith(RECIPE)
+    again = checked(site, fitted)
+    assert fitting(again) == [] and "data-fit" not in again
+    # Another text has another length
+    longer = fitted.replace("epochs: 5", "epochs: 6")
+    assert code_of(fit(site, longer).text) == "work-unknown"
+    assert fitting(checked(site, longer)) == [], "shorter intervals than needed stay"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import threading
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,12 @@ import pytest
 
 from lora_rocm.commands import sample_export
 from lora_rocm.commands.sample_export import SCRIPT
-from lora_rocm.errors import StoppedError
+from lora_rocm.errors import StoppedError, UserError
 from lora_rocm.page_parts.texts import t
 from lora_rocm.processes.jobs import ExportJob
 from lora_rocm.recipe.load import dump_recipe, load_recipe
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.ui.folder_zip import PIECE_BYTES, zip_name
 from lora_rocm.ui.pages import run_exports
 from tests.supervisor.fake_run import event, safetensors_bytes, write_checkpoint
 from tests.ui.site import Site, code_of
@@ -76,7 +79,7 @@ def of_text(site: Site, run_dir: RunDir) -> None:
 
 
 def links(html: str) -> list[str]:
-    return [each.replace("&amp;", "&") for each in re.findall(r'href="(/runs/download[^"]+)"', html)]
+    return [each.replace("&amp;", "&") for each in re.findall(r'href="(/runs/(?:download|zip)[^"]+)"', html)]
 
 
 def test_each_format_that_the_command_writes_has_a_button(site: Site) -> None:
@@ -106,8 +109,62 @@ def test_a_file_is_written_shown_and_saved(file_format: str, site: Site, child: 
     assert job.output is None and job.updates == 40
     (link,) = links(shown)
     answer = site.client.get(link)
-    assert answer.content == safetensors_bytes(1000) and "attachment" in answer.headers["content-disposition"]
+    assert "attachment" in answer.headers["content-disposition"]
+    if file_format == "peft":
+        assert unpacked(answer.content) == {"a-run-peft/unet/adapter_model.safetensors": safetensors_bytes(1000)}
+    else:
+        assert answer.content == safetensors_bytes(1000)
     assert link in links(site.get("/runs/files", **RUN))
+
+
+def unpacked(content: bytes) -> dict[str, bytes]:
+    """The files of a ZIP file, which are not compressed and have their checksums."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        assert archive.testzip() is None
+        assert {each.compress_type for each in archive.infolist()} == {zipfile.ZIP_STORED}
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_a_folder_is_saved_as_one_zip_file_for_each_step(site: Site, child: FakeChild) -> None:
+    run_dir = site.run()
+    of_text(site, run_dir)
+    write_checkpoint(run_dir, 20)
+    run_dir.checkpoint_lora(20).write_bytes(safetensors_bytes(1000))
+    for step, whole in ((20, run_dir.earlier_exports(20) / "peft"), (40, run_dir.peft_dir)):
+        begin(site, "peft", str(step))
+        ended(site)
+        (whole / "unet" / "adapter_config.json").write_text(f'{{"step": {step}}}', encoding="utf-8")
+    weights = run_dir.peft_dir / "unet" / "adapter_model.safetensors"
+    weights.write_bytes(large := safetensors_bytes(3 * PIECE_BYTES + 7))
+    offered = links(site.get("/choose/take", **RUN))
+    assert [re.findall(r"step-0*(\d+)", each) for each in offered] == [["20"], []]
+    assert set(offered) <= set(links(site.get("/runs/files", **RUN)))
+    for link, top, step, size in (
+        (offered[0], "a-run-step-00000020-peft", 20, safetensors_bytes(1000)),
+        (offered[1], "a-run-peft", 40, large),
+    ):
+        answer = site.client.get(link)
+        assert f'filename="{top}.zip"' in answer.headers["content-disposition"]
+        assert unpacked(answer.content) == {
+            f"{top}/unet/adapter_config.json": f'{{"step": {step}}}'.encode(),
+            f"{top}/unet/adapter_model.safetensors": size,
+        }
+    # Only results are packed, and no name leads out of the folder in which a user unpacks
+    refused = {"checkpoints": "file-unknown", "peft/unet": "file-unknown", "../..": "outside-folders"}
+    for file, code in refused.items():
+        assert code_of(site.client.get("/runs/zip", params={**RUN, "file": file}).text) == code
+    for name in ("a\\..\\x", ".hidden", "more/deep"):  # the page does not list the last two
+        odd = run_dir.peft_dir / "unet" / name
+        odd.parent.mkdir(exist_ok=True)
+        odd.touch()
+        assert code_of(site.client.get(offered[1]).text) == "folder-not-zipped", name
+        odd.unlink()
+    assert site.client.get(offered[1]).status_code == 200
+
+
+def test_a_zip_file_has_a_name_that_is_safe_everywhere(tmp_path: Path) -> None:
+    for name, safe in (("..\\x", "x-peft"), ("a:b c", "a-b-c-peft"), ("zibú", "zibú-peft"), ("...", "peft")):
+        assert zip_name(RunDir(tmp_path / name), tmp_path / name / "peft") == safe
 
 
 def test_an_earlier_step_has_its_own_folder_that_belongs_to_the_run(site: Site, child: FakeChild) -> None:
@@ -140,6 +197,39 @@ def test_an_export_is_cancelled_and_runs_once_at_a_time(site: Site, child: FakeC
     assert 'value="peft"' in shown and "badge-cancelled" in shown  # it may be begun again
 
 
+@pytest.mark.parametrize("file_format", ["diffusers", "peft"])
+@pytest.mark.parametrize("step", ["20", "40"])
+@pytest.mark.parametrize("end", ["cancelled", "failed", "cancelled while writing", "done"])
+def test_an_export_that_is_cancelled_leaves_nothing(
+    file_format: str, step: str, end: str, site: Site, child: FakeChild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = site.run()
+    write_checkpoint(run_dir, 20)
+    before = sorted(run_dir.path.rglob("*"))
+
+    def stopped(job: ExportJob, *arguments: Any) -> None:
+        if end == "cancelled while writing":
+            child(job, *arguments)
+        error = UserError("x", "It failed.") if end == "failed" else StoppedError("cancelled", "Stopped.")
+        raise error
+
+    if end != "done":
+        monkeypatch.setattr(sample_export, "run_model_tool", stopped)
+    begin(site, file_format, step)
+    ended(site)
+    after = sorted(run_dir.path.rglob("*"))
+    assert (after == before) == (end != "done"), "the control: a finished export is there"
+    if end != "done":  # a file that was there before is kept
+        monkeypatch.setattr(sample_export, "run_model_tool", child)
+        begin(site, file_format, step)
+        ended(site)
+        whole = sorted(run_dir.path.rglob("*"))
+        monkeypatch.setattr(sample_export, "run_model_tool", stopped)
+        begin(site, file_format, step)
+        ended(site)
+        assert sorted(run_dir.path.rglob("*")) == whole
+
+
 @pytest.mark.parametrize(
     ("file_format", "step", "code"),
     [("gguf", "40", "export-form"), ("../../x", "40", "export-form"), ("peft", "30", "no-such-step")],
@@ -154,21 +244,37 @@ def test_errors_are_those_of_the_command(file_format: str, step: str, code: str,
     assert site.get("/runs/exports", **RUN, step="9" * 5000).count("selected") == 1
 
 
-def test_a_missing_converter_is_named_before_the_export(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    mark, run_dir = 'class="converter-missing"', site.run()
-    assert mark not in site.get("/runs/exports", **RUN), "no format of an image model needs it"
+def test_without_a_converter_the_button_of_gguf_is_disabled_with_the_reason(
+    site: Site, child: FakeChild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def disabled(**query: str) -> list[str]:
+        """The disabled buttons. Each is described by the element with the reason, and posts nothing."""
+        shown = site.get("/runs/exports", **RUN, **query)
+        found = re.findall(r'<button id="export-(\w+)" type="button" aria-disabled="true"', shown)
+        assert found == re.findall(
+            r'aria-describedby="export-(\w+)-what">[^<]*</button> <span[^>]*>[^<]*<b class', shown
+        )
+        return found
+
+    run_dir = site.run()
+    assert disabled() == [], "no format of an image model needs it"
     of_text(site, run_dir)
     monkeypatch.delenv("LLAMA_CPP", raising=False)
-    assert mark in site.get("/runs/exports", **RUN)
-    (site.folder / SCRIPT).touch()
-    monkeypatch.setenv("LLAMA_CPP", str(site.folder))
-    assert mark not in site.get("/runs/exports", **RUN)
+    assert disabled() == ["gguf"]
+    # The server refuses at the same place
+    assert code_of(begin(site, "gguf")) == "gguf-converter-missing"
+    assert site.context.background.of("export-runs-a-run") is None
+    # A folder in the field counts before it is posted, and only with the script in it
+    (site.folder / "llama.cpp").mkdir()
+    assert disabled(llama_cpp="llama.cpp") == ["gguf"] == disabled(llama_cpp="nothing") == disabled(llama_cpp="/")
+    (site.folder / "llama.cpp" / SCRIPT).touch()
+    assert disabled(llama_cpp="llama.cpp") == [] and disabled() == ["gguf"]
+    monkeypatch.setenv("LLAMA_CPP", str(site.folder / "llama.cpp"))
+    assert disabled() == []
 
 
 def test_the_converter_is_in_a_named_folder(site: Site, child: FakeChild, tmp_path: Path) -> None:
     of_text(site, site.run())
-    begin(site, "gguf")
-    assert code_of(ended(site)) == "gguf-converter-missing"
     inside, outside = site.folder / "llama.cpp", tmp_path / "elsewhere"
     for folder in (inside, outside):
         folder.mkdir()

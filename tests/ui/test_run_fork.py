@@ -70,6 +70,7 @@ def test_a_fork_continues_from_the_chosen_step_with_the_changed_value(
     page = site.get("/runs/view", dir=name)
     assert 'data-fork-step="20"' in page and f'data-parent="{ASKED["dir"]}"' in page
     family = site.get("/runs/family", dir=name)
+    assert t("fork.gloss") in family and t("fork.gloss") in site.get("/runs/family", **ASKED)
     assert "optim.learning_rate" in family and "5e-05" in family and ASKED["dir"].split("/")[1] in family
     assert fork.path.name in site.get("/runs/family", **ASKED) and 'data-checkpoints="20,30"' in site.get(
         "/runs/view", **ASKED

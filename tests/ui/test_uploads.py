@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +16,19 @@ from PIL import Image
 
 from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.errors import UserError
+from lora_rocm.processes.process import OnEvent
+from lora_rocm.rundir.event_types import CacheEvent
 from lora_rocm.ui import text_uploads
 from lora_rocm.ui.background import Work
 from lora_rocm.ui.image_set import uploads
 from lora_rocm.ui.image_set.uploads import usable_name
 from lora_rocm.ui.text_samples import text_samples
 from tests.ui.site import Site, code_of
+
+TEXT_RECIPE = (
+    'model: {family: causal-lm, name_or_path: "builtin:tiny-llama"}\n'
+    "data: {sources: [{dataset: chats ü.jsonl}]}\ntrain: {max_train_steps: 1}\n"
+)
 
 
 def png(colour: int = 0) -> bytes:
@@ -105,8 +116,7 @@ def test_texts_are_saved_and_lead_to_a_recipe(site: Site) -> None:
     assert "/recipe/new?texts=chats" in text
     assert 'value="chats ü.jsonl"' in site.get("/recipe/new", texts="chats ü.jsonl")
     (site.folder / "my.yaml").write_text(
-        'model: {family: causal-lm, name_or_path: "builtin:tiny-llama"}\n'
-        "data: {sources: [{dataset: chats ü.jsonl}, {dataset: gone.jsonl}]}\ntrain: {max_train_steps: 1}\n",
+        TEXT_RECIPE.replace("]", ", {dataset: gone.jsonl}]"),
         encoding="utf-8",
     )
     assert "/images/texts?recipe=my.yaml" in bring(site, ("chats ü.jsonl", ROWS))  # the same file again
@@ -116,14 +126,45 @@ def test_texts_are_saved_and_lead_to_a_recipe(site: Site) -> None:
     assert "/recipe/edit?file=my.yaml" in site.get("/images/texts", recipe="my.yaml")  # the way back
 
 
+def test_the_texts_are_counted_while_they_are_read_and_reading_can_be_cancelled(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (site.folder / "my.yaml").write_text(TEXT_RECIPE, encoding="utf-8")
+    (site.folder / "chats ü.jsonl").write_bytes(2 * ROWS)
+    reached = threading.Event()
+    weighed = {"num_bytes": {}, "notices": [], "files": [], "tokenizers": []}
+
+    def child(module: str, job: Sequence[str], env: object, on_event: OnEvent, wanted: Callable[[], None]) -> object:
+        if not module.endswith("check_texts"):
+            return weighed
+        total = json.loads(Path(job[0]).read_bytes())["num_texts"]
+        on_event(CacheEvent(what="texts", done=1, total=total, per_second=1))
+        wanted()
+        reached.set()
+        while True:
+            time.sleep(0.02)
+            wanted()
+
+    monkeypatch.setattr("lora_rocm.processes.tool.run_for_json", child)
+    monkeypatch.chdir(site.folder)
+    site.get("/images/texts/samples", recipe="my.yaml")
+    assert reached.wait(20)
+    shown = site.get("/images/texts/samples", recipe="my.yaml")
+    assert "1 / 4" in shown and "/images/texts/cancel" in shown and 'value="250"' in shown
+    site.client.post("/images/texts/cancel", params={"recipe": "my.yaml"})
+    (work,) = site.context.background._works.values()
+    work.wait(10)
+    assert "badge-cancelled" in site.get("/images/texts/samples", recipe="my.yaml")
+
+
 def test_held_out_texts_are_named_next_to_the_lengths(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    (site.folder / "my.yaml").write_text("model: {}\n", encoding="utf-8")
+    (site.folder / "my.yaml").write_text(TEXT_RECIPE, encoding="utf-8")
     data = SimpleNamespace(
         usable=30, num_problems=0, looked_at=0, shown=[], problems=(), first_warnings=(), first_notices=(), notices=()
     )
     plan = SimpleNamespace(data=SimpleNamespace(buckets={SampleShape.of(length=64): 27}, held_out=3))
     found = SimpleNamespace(data=data, plan=plan, notes=(), error=None)
-    monkeypatch.setattr("lora_rocm.ui.text_samples.check", lambda *_, **__: found)
+    monkeypatch.setattr("lora_rocm.ui.text_samples.checked", lambda *_, **__: found)
     samples = text_samples(site.folder / "my.yaml", Work("key"))
     assert samples.held_out == 3 and sum(each.count for each in samples.lengths) == samples.usable - samples.held_out
 

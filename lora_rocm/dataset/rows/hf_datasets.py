@@ -351,6 +351,9 @@ def _text(cell: Any) -> str:
         raise UnreadableCell("it is not UTF-8 text") from None
 
 
+_opened_before = set[tuple[str, str]]()
+
+
 @lru_cache(maxsize=8)
 def opened(dataset: str, split: str) -> Any:
     """Return a split of a dataset, from disk or from the hub, as an object of the ``datasets`` library.
@@ -405,7 +408,13 @@ def opened(dataset: str, split: str) -> Any:
     if len(found) == 0:
         fix = "Use a split that has rows, or a different dataset."
         raise DataError("dataset-empty", "The dataset has no rows.", where=where, fix=fix)
+    _opened_before.add((dataset, split))
     return found
+
+
+def was_opened(dataset: str, split: str) -> bool:
+    """Whether this process has opened a dataset, so that its rows can be read without the network."""
+    return (dataset, split) in _opened_before
 
 
 def _from_folder(path: Path, split: str, where: str) -> Any:

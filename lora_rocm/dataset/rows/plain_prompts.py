@@ -9,12 +9,12 @@ CONTINUED = (
     "This recipe's rows have prompts and answers as plain texts, so a prompt is continued without the chat template, "
     "as in training."
 )
-"""Notice of a chat with a model that was trained on such rows."""
+"""Notice of a chat with a model that was trained on such rows, and of its previews."""
 UNKNOWN = (
-    "The tables of this recipe cannot be read here, so the format of their prompts is unknown. Prompts are written "
-    "with the chat template."
+    "The rows of this recipe cannot be read here: they were moved, or are on the hub and are not downloaded for this. "
+    "So the format of their prompts is unknown, and prompts are written with the chat template."
 )
-"""Notice of a chat with a model if its tables were moved or deleted."""
+"""Notice of a chat with a model, and of its previews, if its rows cannot be read on this machine."""
 
 
 def is_plain(record: Record) -> bool:

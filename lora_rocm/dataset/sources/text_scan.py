@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lora_rocm.dataset.progress import QUIET_S, Progress, Report, ignore
-from lora_rocm.dataset.rows.hf_datasets import DatasetRow
+from lora_rocm.dataset.rows.hf_datasets import DatasetRow, was_opened
 from lora_rocm.dataset.rows.plain_prompts import is_plain
 from lora_rocm.dataset.rows.records import PAIRED, UnusableText, encodable, read, record_of, written
 from lora_rocm.dataset.rows.row_cells import RowAccount, RowCells
@@ -18,7 +18,7 @@ from lora_rocm.dataset.rows.row_reference import reference
 from lora_rocm.dataset.rows.text_rows import rows_of
 from lora_rocm.dataset.sample_table import Sample, Samples
 from lora_rocm.dataset.skipped_files import NUM_NAMED
-from lora_rocm.dataset.sources.folders import TABLE_SUFFIXES, shown, source_folder, table_path, walk_texts
+from lora_rocm.dataset.sources.folders import shown, source_folder, table_path, walk_texts
 from lora_rocm.dataset.sources.scan import Scan, scan
 from lora_rocm.errors import DataError, Problem
 from lora_rocm.foundation.bounded_read import read_plain
@@ -208,17 +208,18 @@ def begins_with_pair(source: ResolvedSource) -> bool:
 def prompts_are_plain(recipe: Recipe) -> bool | None:
     """Whether the first usable row of every source is a prompt with an answer as plain texts.
 
-    Only files of this machine are read. A data set of the hub counts as False, because reading it may download it. None
-    means that a table is missing.
+    Only files and folders of this machine are read, and datasets of the hub that this process has opened. None means
+    that a table is missing, or is on the hub.
 
     Raises:
         DataError: a table cannot be read.
     """
     pairs = recipe.objective.compares_pairs
     for index, source in enumerate(recipe.data.resolved_sources()):
-        path = None if source.dataset is None else table_path(source.dataset)
-        if path is None or not path.is_file():
-            return None if path is not None and path.suffix.lower() in TABLE_SUFFIXES else False
+        if source.dataset is None:
+            return False
+        if not table_path(source.dataset).exists() and not was_opened(source.dataset, source.split):
+            return None
         texts = _of_table(index, source, "", Notes(), pairs)
         first = next((read(each.sample.caption) for each in texts if isinstance(each, FoundText)), "")
         if not is_plain(first):

@@ -34,7 +34,7 @@ class TokenTable:
 
 
 class EmbeddingRows:
-    """Keeps an embedding in main memory. Its ``forward`` then gathers rows there, which waits for the device.
+    """Keeps an embedding in main memory. Two hooks then make it look up rows there, which waits for the device.
 
     Args:
         table: the embedding. Its weight may be on the device.
@@ -54,12 +54,16 @@ class EmbeddingRows:
         self._weight = table.module.weight
         self._weight.data = weight_VD
         self._sums_V = torch.cat([fingerprint(rows_RD) for rows_RD in weight_VD.split(ROWS_AT_ONCE)])
-        table.module.forward = self._rows_of  # type: ignore[method-assign] # untyped: mypy has no type for a replaced method
+        self._hooks = (
+            table.module.register_forward_pre_hook(lambda module, inputs: inputs[0].cpu()),
+            table.module.register_forward_hook(self._to_device),
+        )
         transfer.extra = self.sent
 
     def close(self) -> None:
         """Stop sending rows. The weight stays a CPU tensor."""
-        del self.table.module.forward
+        for hook in self._hooks:
+            hook.remove()
         self._transfer.extra = None
 
     def changed(self) -> list[str]:
@@ -84,7 +88,6 @@ class EmbeddingRows:
         transfer.checks += len(ids_N)
         return rows_ND.view(*ids.shape, -1)
 
-    def _rows_of(self, input: Tensor) -> Tensor:
-        """Look up rows outside a batch, as for previews."""
-        rows_ND = self._weight.data.index_select(0, input.reshape(-1).cpu())
-        return self._transfer.send_checked(rows_ND, self.table.name).view(*input.shape, -1)
+    def _to_device(self, module: nn.Module, inputs: tuple[Tensor, ...], rows: Tensor) -> Tensor:
+        """Send rows that were looked up outside a batch, as for previews."""
+        return self._transfer.send_checked(rows.flatten(0, -2), self.table.name).view(rows.shape)

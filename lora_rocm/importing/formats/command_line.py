@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
+from lora_rocm.importing.formats.shell_secrets import shell_secrets
+from lora_rocm.importing.formats.shell_words import JOINED, Shell
 from lora_rocm.importing.setting import FileContent, Setting, UnreadText, Value, names_secret
 
-Shell = Literal["sh", "bat", "ps1"]
-CONTINUATION: dict[Shell, str] = {"sh": "\\", "bat": "^", "ps1": "`"}
 ASSIGNMENT: dict[Shell, re.Pattern[str]] = {
     "sh": re.compile(r"^\s*(?:export\s+)?(\w+)=(.*)$"),
     "bat": re.compile(r"^\s*set\s+\"?(\w+)=(.*?)\"?\s*$", re.IGNORECASE),
@@ -35,10 +34,6 @@ UNSET = re.compile(r"\$\{?\w|%\w+%|\$\(|^@\w+$")
 """Matches a variable or command that is left in a word because its value is unknown."""
 SEVERAL = re.compile(r"\$\{\w+\[@\]\}$|@\w+$|\$\w*(?:args|options|params)$", re.IGNORECASE)
 """Matches a shell variable that holds a list of words: ``${args[@]}``, ``@args``, ``$ext_args``."""
-NAMED_VALUE = re.compile(r"""(?<![\w.-])-{0,2}([\w.:-]+)(?=(\s*[=:]\s*|\s+)("[^"]*"|'[^']*'|[^\s"';|&]+))""")
-"""Matches a variable or option with its value, in any command."""
-LOGIN = re.compile(r"""\blogin\s+(?:--?[\w-]+\s+)*["']?([^\s"';|&-][^\s"';|&]*)""")
-"""Matches a command such as ``wandb login`` with its secret."""
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?$")
 
 
@@ -60,11 +55,11 @@ def command_settings(text: str, file: str, program: re.Pattern[str], shell: Shel
         the name.
         shell: shell of the script, which determines the syntax.
     """
-    found, variables, is_done = FileContent(), dict[str, str](), False
+    found, variables, is_done, commands = FileContent(), dict[str, str](), False, list[str]()
     for number, line in _whole_lines(text, shell):
         if COMMENT[shell].match(line):
             continue
-        found.secrets += _secrets_in(_replaced(line, variables, shell))
+        commands.append(_replaced(line, variables, shell))
         assigned = ASSIGNMENT[shell].match(line)
         value = _assigned(_replaced(assigned[2], variables, shell), shell) if assigned is not None else None
         named = program.search(line)
@@ -87,6 +82,7 @@ def command_settings(text: str, file: str, program: re.Pattern[str], shell: Shel
             found.unread.append(UnreadText(file, number, "has an open quotation mark"))
             words = command.split()
         found.extend(options_of(words, file, _LineOf(text, number), program))
+    found.secrets += _spellings(shell_secrets(text, shell, file) | shell_secrets("\n".join(commands), shell, file))
     if not is_done:
         found.unread.append(UnreadText(file, 0, "has no command line of the training program"))
     return found
@@ -156,15 +152,7 @@ def assignments(words: Sequence[str], file: str) -> FileContent:
     return found
 
 
-def _secrets_in(command: str) -> Iterator[Value]:
-    """Yield the secrets of a command of any program: values of variables and options with secret names, and logins."""
-    for name, between, word in NAMED_VALUE.findall(command):
-        if names_secret(name.rpartition(":")[2]) and (between.strip() or f"-{name}" in command):
-            yield from _spellings([_without_quotes(word)])
-    yield from _spellings(LOGIN.findall(command))
-
-
-def _spellings(words: Sequence[str]) -> Iterator[Value]:
+def _spellings(words: Iterable[str]) -> Iterator[Value]:
     """Yield words as written and as parsed: 0071 becomes 71."""
     for word in words:
         yield from (word, _value(word))
@@ -206,7 +194,7 @@ def _whole_lines(text: str, shell: Shell) -> Iterator[tuple[int, str]]:
             yield number, assigned[1]
             line = line[assigned.end() :]
         stripped = line.rstrip()
-        is_open = stripped.endswith(CONTINUATION[shell])
+        is_open = stripped.endswith(JOINED[shell])
         parts.append(stripped[:-1] if is_open else line)
     if parts:
         yield first, " ".join(parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -12,11 +13,13 @@ from dataclasses import dataclass
 from typing import cast
 
 from lora_rocm.foundation.json_text import BadJson, parse_json
+from lora_rocm.importing.formats.shell_secrets import shell_secrets
 from lora_rocm.importing.setting import FileContent, Setting, UnreadText, Value, is_secret_text, names_secret
 
 MAGIC = re.compile(r"^\s*[!%?]")
 CELL_MAGIC = re.compile(r"^\s*%%(?!time|capture)")
 """Matches the first line of a notebook cell in another language."""
+PYTHON_NAME = re.compile(r"(?<!\$)\{(\w+)\}")
 SHOWN_CODE = 40
 
 
@@ -24,11 +27,12 @@ SHOWN_CODE = 40
 class Code:
     """A script, or one cell of a notebook.
 
-    lines: line number in the file for each line of the code; 0 if unknown.
+    lines: line number in the file for each line of the code; 0 if unknown. shell: its magics and shell commands.
     """
 
     text: str
     lines: Sequence[int]
+    shell: str = ""
 
     def line(self, number: int) -> int:
         return self.lines[number - 1] if 0 < number <= len(self.lines) else 0
@@ -60,13 +64,15 @@ def call_settings(
         other_classes: classes, such as AutoTokenizer, with methods of the same names that are ignored.
     """
     found, trees = FileContent(), list[tuple[Code, ast.Module]]()
-    for code in _codes(text):
+    codes = _codes(text)
+    for code in codes:
         try:
             trees.append((code, ast.parse(code.text)))
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             line = code.line(getattr(error, "lineno", 0) or 1)
             found.unread.append(UnreadText(file, line, "is not valid Python"))
     constants = _constants([tree for _, tree in trees])
+    found.secrets += _shell_secrets_in(codes, constants, file)
     found.secrets += _secrets_in([tree for _, tree in trees], constants)
     seen = set[str]()
     for code, tree in trees:
@@ -140,15 +146,15 @@ def _codes(text: str) -> list[Code]:
             place = _NotebookLines(text)
             return [_cell(each, place) for each in sources]
     lines = text.splitlines()
-    return [Code(_without_magic(lines), range(1, len(lines) + 1))]
+    return [Code(_without_magic(lines), range(1, len(lines) + 1), _shell_of(lines))]
 
 
 def _cell(source: object, place: _NotebookLines) -> Code:
     lines = ("".join(map(str, source)) if isinstance(source, list) else str(source)).splitlines()
     numbers = [place.next_of(line) for line in lines]
     if lines and CELL_MAGIC.match(lines[0]):
-        return Code("", ())
-    return Code(_without_magic(lines), numbers)
+        return Code("", (), "\n".join(lines[1:]))
+    return Code(_without_magic(lines), numbers, _shell_of(lines))
 
 
 class _NotebookLines:
@@ -165,6 +171,11 @@ class _NotebookLines:
                 self._at = number + 1
                 return number + 1
         return 0
+
+
+def _shell_of(lines: Sequence[str]) -> str:
+    """Return the magics and shell commands. A Python name in braces becomes a variable of the shell."""
+    return "\n".join(PYTHON_NAME.sub(r"$\1", line.lstrip(" \t!%?")) for line in lines if MAGIC.match(line))
 
 
 def _without_magic(lines: Sequence[str]) -> str:
@@ -203,6 +214,13 @@ def _constants(trees: Sequence[ast.Module]) -> dict[str, Value]:
             except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
                 continue
     return values
+
+
+def _shell_secrets_in(codes: Sequence[Code], constants: Mapping[str, Value], file: str) -> list[Value]:
+    """Return the secrets of all magics and shell commands. Constants of Python are their variables."""
+    commands = [code.shell for code in codes if code.shell]
+    texts = [f"{name}={shlex.quote(value)}" for name, value in constants.items() if isinstance(value, str)]
+    return [*sorted(shell_secrets("\n".join([*texts, *commands]), "sh", file))] if commands else []
 
 
 def _secrets_in(trees: Sequence[ast.Module], constants: Mapping[str, Value]) -> Iterator[Value]:

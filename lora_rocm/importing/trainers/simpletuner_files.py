@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lora_rocm.importing.config_files import ConfigFile, ConfigFiles
 from lora_rocm.importing.formats.command_line import ASSIGNMENT, COMMENT, NO_LINES, VARIABLE, options_of
+from lora_rocm.importing.formats.shell_secrets import shell_secrets
 from lora_rocm.importing.setting import FileContent, Setting, UnreadText, Value, names_secret, path_text
 
 OF_ENVIRONMENT = {
@@ -129,6 +130,7 @@ def _environment(file: ConfigFile) -> FileContent:
             continue
         before = f"{variables[name][0]} " if "+=" in line and name in variables else ""
         variables[name] = (before + value, number)
+    found.secrets += sorted(shell_secrets(file.text, "sh", file.file))
     for name, (value, number) in variables.items():
         found.secrets += [value] if names_secret(name) else []
         if name in used and name not in EXTRA:

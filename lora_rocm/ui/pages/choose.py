@@ -27,7 +27,7 @@ from lora_rocm.ui.pages.run_exports import export_key
 from lora_rocm.ui.part import Part
 from lora_rocm.ui.rendering import fragment, is_fragment, page, problem
 from lora_rocm.ui.run_details import TEXT
-from lora_rocm.ui.run_files import download_name
+from lora_rocm.ui.run_files import download_name, peft_folders_by_step
 from lora_rocm.ui.run_list import newest_runs
 from lora_rocm.ui.thumbnails import MEDIA_TYPE, SIDES_PX, thumbnail
 
@@ -74,6 +74,14 @@ class ChooseRun:
     def key(self) -> str:
         """The name of its work in the background."""
         return key_of("choose", self.name)
+
+
+@dataclass(frozen=True)
+class DrawnGrid:
+    """The result of drawing. count: number of new pictures or answers. notices: messages of the process that drew."""
+
+    count: int
+    notices: tuple[str, ...]
 
 
 def listed(request: Request) -> Response:
@@ -124,11 +132,13 @@ def _drawn(request: Request, prompts: list[str], strengths: list[float], most: i
     asked = new_request(found.run_dir, found.recipe, prompts, strengths, most)
     grid = grid_of(found.run_dir, found.recipe, asked)
 
-    def work(work: Work) -> int:
+    def work(work: Work) -> DrawnGrid:
         work.report(t("work.loading"))
         if grid.missing:
             require_room(ui.folders, found.run_dir)
-        return draw_missing(found.run_dir, found.recipe, grid, work.report, work.advance, work.require_wanted)
+        notices = dict[str, None]()
+        count = draw_missing(found.run_dir, found.recipe, grid, notices.setdefault, work.advance, work.require_wanted)
+        return DrawnGrid(count, tuple(notices))
 
     ui.background.start(found.key, work)
     save_request(found.run_dir, asked)
@@ -370,6 +380,10 @@ def _take(ui: UiContext, found: ChooseRun) -> Values:
     curve = _held_out(ui, run_dir) if kind == TEXT else []
     return {
         "kind": kind,
+        "zips": {
+            updates: path.relative_to(run_dir.path).as_posix()
+            for updates, path in (peft_folders_by_step(ui.views.of(run_dir)) if kind == TEXT else {}).items()
+        },
         "losses": [(updates, _loss_at(curve, updates)) for updates in steps],
         "is_measured": bool(curve),
         "is_blind": is_blind,

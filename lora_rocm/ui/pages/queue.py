@@ -77,7 +77,7 @@ def _move(request: Request, file_name: str, version: str, to: str) -> Response:
         fix = f"Choose one of {', '.join(PLACES)}."
         raise UserError("queue-no-place", "There is no such place.", where=to[:100], fix=fix)
     found = QueueDir(context_of(request).folders.queue)
-    name = found.find(file_name).name
+    name = found.present(file_name).name
     try:
         now_at = move(found, file_name, place, version)
     except EditConflict as conflict:
@@ -93,7 +93,7 @@ async def removed(request: Request) -> Response:
 def _remove(request: Request, file_name: str, version: str) -> Response:
     ui = context_of(request)
     found = QueueDir(ui.folders.queue)
-    name = found.find(file_name).name
+    name = found.present(file_name).name
     try:
         edit = remove(found, ui.edits, file_name, version)
     except EditConflict as conflict:
@@ -132,7 +132,7 @@ def _save(request: Request, text: str, version: str) -> Response:
     text = text.replace("\r\n", "\n")
     try:
         with found.editing():
-            found.require_idle(found.find(path.name))
+            found.require_idle(found.present(path.name))
             ui.edits.save(path, text.encode("utf-8"), version)
     except EditConflict as conflict:
         if not is_fragment(request):
@@ -159,7 +159,7 @@ def stop(request: Request) -> Response:
 
 def _item(ui: UiContext, file_name: str) -> Path:
     """Return the file of a recipe in the queue. A link is refused, because it may lead out of the named folders."""
-    path = QueueDir(ui.folders.queue).find(file_name).path
+    path = QueueDir(ui.folders.queue).present(file_name).path
     refuse_link(path)
     return path
 

@@ -21,13 +21,14 @@ from lora_rocm.supervisor.manage_runs import ARCHIVE, RunChange
 from lora_rocm.ui.context import context_of
 from lora_rocm.ui.curves import curve_of, to_bytes
 from lora_rocm.ui.fields import query_of, text_of
+from lora_rocm.ui.folder_zip import zip_answer
 from lora_rocm.ui.live import live_id
 from lora_rocm.ui.pages import run_exports, run_fork
 from lora_rocm.ui.part import Part
 from lora_rocm.ui.rendering import fragment, page, url
 from lora_rocm.ui.run_details import ShownDetails, details_of, logs_of, previews_of
 from lora_rocm.ui.run_family import parent_of
-from lora_rocm.ui.run_files import download_name, result_folders, result_paths, savable
+from lora_rocm.ui.run_files import download_name, result_folder, result_folders, result_paths, savable
 from lora_rocm.ui.run_list import newest_runs, run_names
 from lora_rocm.ui.thumbnails import MEDIA_TYPE, SIDES_PX, thumbnail
 
@@ -132,6 +133,16 @@ def download(request: Request) -> Response:
         fix = "The page of the run lists its files."
         raise UserError("file-unknown", "This is not a result file of the run.", where=str(path), fix=fix)
     return FileResponse(path, filename=download_name(run_dir, path), media_type="application/octet-stream")
+
+
+def download_folder(request: Request) -> Response:
+    """A result folder of a run, such as a PEFT adapter, to be saved as one ZIP file."""
+    run_dir, path = _run(request), _file(request)
+    folder = result_folder(context_of(request).views.of(run_dir), path)
+    if folder is None:
+        fix = "The page of the run lists its files."
+        raise UserError("file-unknown", "This is not a result folder of the run.", where=str(path), fix=fix)
+    return zip_answer(run_dir, folder)
 
 
 def report(request: Request) -> Response:
@@ -278,6 +289,7 @@ PART = Part(
         Route("/runs/picture", picture),
         Route("/runs/files", files),
         Route("/runs/download", download),
+        Route("/runs/zip", download_folder),
         Route("/runs/report", report),
         Route("/runs/speed", speed),
         Route("/runs/log", log),

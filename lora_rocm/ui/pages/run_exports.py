@@ -18,7 +18,7 @@ from lora_rocm.ui.context import UiContext, context_of
 from lora_rocm.ui.fields import fields_of, query_of, text_of, whole_number_of
 from lora_rocm.ui.free_gpu import require_room
 from lora_rocm.ui.rendering import fragment
-from lora_rocm.ui.run_files import export_place, files_in
+from lora_rocm.ui.run_files import export_place
 
 if TYPE_CHECKING:
     from lora_rocm.commands.sample_export import ExportResult
@@ -30,7 +30,8 @@ def shown(request: Request) -> Response:
     """The formats with a button for each, and the progress or the result of the newest export."""
     ui = context_of(request)
     run_dir = ui.folders.run(query_of(request, "dir"))
-    return _shown(request, run_dir, request.query_params.get("step", ""))
+    query = request.query_params
+    return _shown(request, run_dir, query.get("step", ""), query.get("llama_cpp", "").strip())
 
 
 async def begin(request: Request) -> Response:
@@ -46,32 +47,36 @@ def _begin(request: Request, file_format: str, step: int, llama_cpp: str) -> Res
     from lora_rocm.commands.sample_export import export
     from lora_rocm.families.registry import FAMILIES
     from lora_rocm.foundation.files import make_folder
+    from lora_rocm.recipe.adapter_sections import GGUF
+    from lora_rocm.rundir.remains import leaving_nothing
     from lora_rocm.supervisor.choose_run_dir import open_recipe
 
     ui = context_of(request)
     run_dir, recipe = open_recipe(ui.folders.run(query_of(request, "dir")).path, FAMILIES)
-    output = export_place(run_dir, file_format, step) if file_format in recipe.exportable else None
-    converter = _converter(ui, llama_cpp) if llama_cpp and file_format == "gguf" else None
+    is_known = file_format in recipe.exportable
+    output = export_place(run_dir, file_format, step) if is_known else None
+    converter = _converter(ui, llama_cpp) if is_known and file_format == GGUF else None
 
     def work(work: Work) -> ExportResult:
         if file_format not in recipe.spec.conversions:
             work.report(t("work.loading"))
             require_room(ui.folders, run_dir)
-        if output is not None:
-            make_folder(output.parent, run_dir.path)
-        return export(
-            run_dir.path,
-            file_format,
-            output=output,
-            dtype=None,
-            converter=converter,
-            step=step,
-            notify=work.report,
-            require_wanted=work.require_wanted,
-        )
+        with leaving_nothing(output or run_dir.export_of(file_format)):
+            if output is not None:
+                make_folder(output.parent, run_dir.path)
+            return export(
+                run_dir.path,
+                file_format,
+                output=output,
+                dtype=None,
+                converter=converter,
+                step=step,
+                notify=work.report,
+                require_wanted=work.require_wanted,
+            )
 
     ui.background.start(export_key(ui, run_dir), work)
-    return _shown(request, run_dir, str(step))
+    return _shown(request, run_dir, str(step), llama_cpp)
 
 
 def cancel(request: Request) -> Response:
@@ -81,7 +86,7 @@ def cancel(request: Request) -> Response:
     if (work := ui.background.of(export_key(ui, run_dir))) is not None:
         work.cancel()
         work.wait(1.0)
-    return _shown(request, run_dir, "")
+    return _shown(request, run_dir, "", "")
 
 
 def export_key(ui: UiContext, run_dir: RunDir) -> str:
@@ -89,9 +94,10 @@ def export_key(ui: UiContext, run_dir: RunDir) -> str:
     return key_of("export", ui.folders.name_of(run_dir.path))
 
 
-def _shown(request: Request, run_dir: RunDir, step: str) -> Response:
-    from lora_rocm.commands.sample_export import export_text, finds_converter
+def _shown(request: Request, run_dir: RunDir, step: str, llama_cpp: str) -> Response:
+    from lora_rocm.commands.sample_export import export_text
     from lora_rocm.families.registry import FAMILIES
+    from lora_rocm.recipe.adapter_sections import GGUF
     from lora_rocm.supervisor.choose_run_dir import open_recipe
 
     ui = context_of(request)
@@ -99,9 +105,7 @@ def _shown(request: Request, run_dir: RunDir, step: str) -> Response:
     formats = open_recipe(run_dir.path, FAMILIES)[1].exportable if steps else ()
     work = ui.background.of(export_key(ui, run_dir))
     result: ExportResult | None = work.result if work is not None else None
-    written: list[Path] = []
-    if result is not None and run_dir.holds(result.path):
-        written = files_in(run_dir, result.path) if result.path.is_dir() else [result.path]
+    written = [] if result is None or not run_dir.holds(result.path) else [result.path]
     return fragment(
         request,
         TEMPLATE,
@@ -109,28 +113,41 @@ def _shown(request: Request, run_dir: RunDir, step: str) -> Response:
         name=ui.folders.name_of(run_dir.path),
         path=run_dir.path,
         formats=formats,
-        lacks_converter="gguf" in formats and not finds_converter(),
+        converter_fault=_converter_fault(ui, llama_cpp) if GGUF in formats else "",
+        llama_cpp=llama_cpp,
         steps=steps[::-1],
         step=int(step) if step in map(str, steps) else max(steps, default=None),
         work=work,
         said=export_text(result).splitlines() if result is not None else [],
         written=[path for path in written if path.is_file()],
+        is_folder=any(path.is_dir() for path in written),
     )
 
 
+def _converter_fault(ui: UiContext, llama_cpp: str) -> str:
+    """Return why no GGUF file can be written, as ``begin`` refuses it; an empty text if one can."""
+    try:
+        _converter(ui, llama_cpp)
+    except UserError as error:
+        return error.what if llama_cpp else t("export_format.no_converter")
+    return ""
+
+
 def _converter(ui: UiContext, text: str) -> Path:
-    """Return llama.cpp's script in a named folder.
+    """Return llama.cpp's script: in the folder that the page's field names, or as ``lora-rocm export`` finds it.
 
     Raises:
-        UserError: outside-folders; or no-folder: there is no such folder.
+        UserError: outside-folders; no-folder: there is no such folder; or gguf-converter-missing.
     """
-    from lora_rocm.commands.sample_export import SCRIPT
+    from lora_rocm.commands.sample_export import SCRIPT, find_converter
 
+    if not text:
+        return find_converter(None)
     folder = ui.folders.resolve(text)
     if not folder.is_dir():
         fix = "Write the path of llama.cpp's folder."
         raise UserError("no-folder", "There is no such folder.", where=text[:200], fix=fix)
-    return ui.folders.resolve(str(folder / SCRIPT))
+    return find_converter(ui.folders.resolve(str(folder / SCRIPT)))
 
 
 ROUTES = [

@@ -16,3 +16,18 @@ document.addEventListener("htmx:after:swap", () => {
   if (isEnough && !wasEnough) for (const id of ["answer", "named"]) document.getElementById(id).open = true;
   wasEnough = isEnough;
 });
+
+// When the pictures or answers that the user asked for are there, the keys and the focus are at the vote. A user who has
+// gone on to write or read elsewhere stays there.
+let isAwaited = false;
+document.addEventListener("submit", (event) => {
+  if (event.target.closest("#draw") !== null) isAwaited = true;
+});
+function toVote() {
+  const isDone = document.querySelector("#drawing .badge-done") !== null && !document.querySelector("#test.htmx-request");
+  if (!isAwaited || !isDone) return;
+  isAwaited = false;
+  const at = document.activeElement;
+  if (at === document.body || at.matches("#draw button")) document.getElementById("vote")?.focus();
+}
+document.addEventListener("htmx:finally:request", () => { setTimeout(toVote); });

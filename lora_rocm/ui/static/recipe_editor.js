@@ -127,6 +127,16 @@ class RecipeEditor extends HTMLElement {
     this.ask("preset", "preset", { preset });
   }
 
+  /** Fit the intervals to the number of steps. Nothing is saved. The check that follows renews the box. */
+  async fit() {
+    const sent = this.area.value;
+    const answer = await this.post("check/fit", { text: sent });
+    if (answer === null || this.area.value !== sent) return;
+    this.setText((await answer.json()).text);
+    await this.check();
+    this.querySelector("#check-title").focus();
+  }
+
   async start() {
     if (this.isDirty && !(await this.save())) return;
     const button = this.querySelector("#start");
@@ -216,6 +226,7 @@ class RecipeEditor extends HTMLElement {
     if (button.dataset.view) this.setView(button.dataset.view);
     if (button.dataset.line) this.showLine(Number(button.dataset.line));
     if (button.dataset.preset) this.ask("preset", "preset", { preset: button.dataset.preset });
+    if (button.dataset.fit !== undefined) this.fit();
     if (button.dataset.apply) this.apply(button.dataset.apply);
     if (button.id === "keep-mine") { this.version = this.theirs; this.save(); }
     if (button.id === "measure") this.ask("plan/measure", "measured");

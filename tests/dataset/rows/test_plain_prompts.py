@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lora_rocm.dataset.rows.hf_datasets import was_opened
 from lora_rocm.dataset.rows.records import PAIRED, READERS
 from lora_rocm.dataset.sources.text_scan import prompts_are_plain
 from lora_rocm.families.causal_lm.family import CausalLM
@@ -46,13 +47,29 @@ def test_all_sources_have_to_begin_with_plain_prompts(
     assert prompts_are_plain(recipe_of(tmp_path, data={"sources": sources})) is is_plain
 
 
-def test_a_missing_table_is_unknown_and_a_hub_id_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_not_on_this_machine_are_unknown_and_are_not_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def opened(*_: object) -> None:
         raise AssertionError("a data set was opened")
 
     monkeypatch.setattr("lora_rocm.dataset.rows.text_rows.opened", opened)
-    for name, found in ((str(tmp_path / "gone.jsonl"), None), ("someone/chats", False)):
-        assert prompts_are_plain(recipe_of(tmp_path, data={"sources": [{"dataset": name}]})) is found
+    for name in (str(tmp_path / "gone.jsonl"), str(tmp_path / "gone"), "someone/chats"):
+        assert prompts_are_plain(recipe_of(tmp_path, data={"sources": [{"dataset": name}]})) is None
+    # A run that has opened it before knows its rows
+    monkeypatch.setattr("lora_rocm.dataset.rows.text_rows.opened", lambda *_: [PLAIN])
+    monkeypatch.setattr("lora_rocm.dataset.sources.text_scan.was_opened", lambda *_: True)
+    assert prompts_are_plain(recipe_of(tmp_path, data={"sources": [{"dataset": "someone/chats"}]}))
+
+
+@pytest.mark.parametrize(("row", "is_plain"), [(PLAIN, True), (CHAT, False)])
+def test_a_folder_of_rows_is_read(row: object, is_plain: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    table(folder / "train.jsonl", row)
+    assert not was_opened(str(folder), "train")
+    assert prompts_are_plain(recipe_of(tmp_path, data={"sources": [{"dataset": str(folder)}]})) is is_plain
+    assert was_opened(str(folder), "train")
 
 
 def test_a_folder_without_a_chat_template_is_known(tmp_path: Path) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lora_rocm.commands import comparison_grid
+from lora_rocm.commands.sample_export import SCRIPT
+from lora_rocm.processes.jobs import CompareJob
 from lora_rocm.rundir.clicks import read_clicks
+from tests.supervisor.fake_run import event
 from tests.ui.browser.conftest import Tab
 from tests.ui.drawn_grid import STEPS, made_answers, with_files, with_grid, with_text_recipe
 
@@ -95,3 +100,58 @@ def test_votes_keep_the_exports_and_their_buttons(tab: Tab) -> None:
         page.locator("#kept button").wait_for()
         tab.settle()
     assert page.locator("#exports form").count() == 1
+
+
+@pytest.mark.parametrize("is_writing", [False, True])
+def test_the_focus_is_at_the_vote_when_the_answers_are_made(
+    is_writing: bool, tab: Tab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child waits, so that the page shows its progress first. A user who writes meanwhile stays in the field."""
+    run_dir, go_on = with_files(tab.run("answers")), threading.Event()
+    with_text_recipe(run_dir, tab.folder)
+
+    def child(job: CompareJob, listen: Any, notify: Any, require_wanted: Any) -> None:
+        assert go_on.wait(30)
+        rows = [0, *(updates for updates, _ in job.files)]
+        for updates in rows:
+            path = job.output / f"{updates}.txt"
+            path.write_text(f"answer {updates}", encoding="utf-8")
+            fields = {"updates": updates, "total": len(rows), "losses": {}, "images": [str(path)]}
+            listen(event("compared", **fields))
+
+    monkeypatch.setattr(comparison_grid, "run_model_tool", child)
+    page = tab.open("/choose/run?dir=runs%2Fanswers")
+    page.get_by_label("Prompts").fill("hello")
+    page.get_by_role("button", name="Make the missing answers").click()
+    page.locator("#drawing .badge-running").wait_for()
+    if is_writing:
+        page.get_by_label("Strengths").focus()
+    go_on.set()
+    page.locator("#drawing .badge-done").wait_for()
+    page.locator("#vote button.picture").first.wait_for()
+    tab.settle()
+    page.wait_for_timeout(100)
+    assert page.evaluate("document.activeElement.id") == ("field-strengths" if is_writing else "vote")
+    if not is_writing:
+        page.keyboard.press("1")
+        page.locator("#votes", has_text="Votes: 1.").wait_for()
+
+
+def test_a_named_folder_of_llama_cpp_enables_its_button(tab: Tab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text of the field stays, because only the button is exchanged."""
+    monkeypatch.delenv("LLAMA_CPP", raising=False)
+    run_dir = with_files(tab.run("answers"))
+    with_text_recipe(run_dir, tab.folder)
+    (tab.folder / "llama.cpp").mkdir()
+    (tab.folder / "llama.cpp" / SCRIPT).touch()
+    page = tab.open("/choose/run?dir=runs%2Fanswers")
+    button, field = page.locator("#export-gguf"), page.get_by_label("Folder of llama.cpp")
+    page.locator("#export-gguf[aria-disabled=true]").click(force=True)
+    page.wait_for_timeout(200)
+    assert tab.server.context.background.of("export-runs-answers") is None and tab.axe() == []
+    field.press_sequentially("llama.cpp", delay=10)
+    page.locator("#export-gguf:not([aria-disabled])").wait_for()
+    assert field.input_value() == "llama.cpp" and page.evaluate("document.activeElement.id") == "field-llama_cpp"
+    assert button.count() == 1 and button.get_attribute("type") is None
+    field.fill("nothing")
+    page.locator("#export-gguf[aria-disabled=true]").wait_for()

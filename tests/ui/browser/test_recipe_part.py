@@ -9,6 +9,8 @@ import pytest
 
 from lora_rocm.commands import check, plan_cards
 from lora_rocm.commands.check import CheckResult
+from lora_rocm.planning.data_plan import DataPlan, run_plan
+from lora_rocm.recipe.load import LoadedRecipe
 from lora_rocm.ui import launch
 from tests.importing.test_import_command import LOSSY
 from tests.ui.browser.conftest import Tab
@@ -40,6 +42,22 @@ def test_a_recipe_is_accessible_and_fits(tab: Tab, recipe: Path) -> None:
         for width in (360, 1280, 2560):
             page.set_viewport_size({"width": width, "height": 900})
             assert tab.widest() <= 0, f"{view} at {width} px"
+
+
+def test_intervals_are_fitted_by_one_click(tab: Tab, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def checked(loaded: LoadedRecipe, command: str) -> CheckResult:
+        plan = run_plan(loaded.recipe, DataPlan({}, 10, loaded.recipe.train.max_train_steps or 0, 1, 1))
+        return CheckResult(loaded.path, "sdxl", "base", plan=plan)
+
+    monkeypatch.setattr(check, "checked", checked)
+    page = tab.open(f"/recipe/edit?file={recipe.name}")
+    page.get_by_label("Steps").first.fill("20")
+    page.get_by_text("output.save_every_n_steps: 5").wait_for()
+    assert tab.axe() == []
+    page.get_by_role("button", name="Fit the intervals").click()
+    page.get_by_role("button", name="Fit the intervals").wait_for(state="detached")
+    text = page.locator("#recipe-text").input_value()
+    assert "save_every_n_steps: 5" in text and recipe.read_text(encoding="utf-8") == RECIPE, "nothing is saved"
 
 
 def test_the_fields_and_the_text_are_one(tab: Tab, recipe: Path) -> None:
