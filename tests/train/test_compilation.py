@@ -198,7 +198,7 @@ def test_a_compiled_run_is_the_eager_run(
     torch.testing.assert_close(losses(tmp_path / how), losses(tmp_path / "eager"), rtol=1e-5, atol=1e-6)
     events = read_events(RunDir(tmp_path / how).events())
     said = [event["text"] for event in events if event["type"] == "notice"]
-    assert [text for text in said if text.startswith("Compiled: ")]
+    assert says(said, "train/compiled-graphs-for-sample-shapes", pieces=compilers[0].pieces, sizes=len(compilers[0].shapes))
     assert _phases(tmp_path / how) == ["cache", "load", "compile", "step"] and "compile" not in _phases(
         tmp_path / "eager"
     )

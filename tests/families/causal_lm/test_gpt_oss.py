@@ -66,7 +66,7 @@ def test_answers_are_those_of_transformers(base: Path) -> None:
     family = CausalLM(recipe_of(base))
     model, reference = family.load(torch.float32, CPU), theirs(base)
     for ids in (list(range(5, 30)), [7]):
-        family.texts.prompt_ids = lambda messages, ids=ids: ids  # type: ignore[method-assign, misc]
+        family.prompt_ids = lambda messages, ids=ids: ids  # type: ignore[method-assign, misc]
         found = family._answer(model, "", 8)
         wanted = reference.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0, len(ids) :]
         assert found == family.texts.tokenizer.decode(wanted, skip_special_tokens=True)
