@@ -101,7 +101,7 @@ class _Watch:
         self._before = 0  # blocks with live activations
         self._inside: _Seen | None = None
         self._given: list[weakref.ref[Tensor]] = []  # to the block before
-        self._taken = WeakSet[Any]()  # storages that a block was given in this pass
+        self._taken = WeakSet[torch.UntypedStorage]()  # storages that a block was given in this pass
         self._handles = []
         for index, block in enumerate(blocks):
             self._handles.append(block.register_forward_pre_hook(partial(self._enter, index), with_kwargs=True))

@@ -204,9 +204,8 @@ def test_padding_changes_nothing(its: Its, device: torch.device) -> None:
 def test_the_footprint_is_that_of_a_real_pass(its: Its) -> None:
     """SDXL has its own tests (tests/memory/test_footprint.py).
 
-    Samples are larger than those of a run, because the allocator's pieces of 512 bytes and the text states are most of
-    the memory of the smallest. Experts are computed as on a GPU whose grouped product is for bfloat16 alone: so does
-    the meta device count them.
+    Samples are larger than in a run, because pieces of the allocator (512 bytes) and text states take most of the
+    smallest samples' memory. The meta device has a grouped product only for bfloat16, and here the CPU, too.
     """
     axes = {name: length * (1 if name == "frames" else 3) for name, length in its.batch.shape.axes}
     real = Real(its.recipe, SampleShape.of(**axes))
