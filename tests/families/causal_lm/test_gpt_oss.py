@@ -60,7 +60,6 @@ def test_losses_and_gradients_are_those_of_transformers(base: Path, tmp_path: Pa
         assert leaf.grad is not None and found is not None and off(leaf.grad, found) < CLOSE, name
 
 
-@pytest.mark.slow
 def test_answers_are_those_of_transformers(base: Path) -> None:
     """One token after another, from a cache that is longer than the window; and from one token."""
     family = CausalLM(recipe_of(base))
