@@ -19,6 +19,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +83,7 @@ class _Seen:
     passing_shared_bytes: int = 0
     rise_shared_bytes: int = 0
     entry_bytes: int = 0
-    inputs: list[tuple[weakref.ref[Any], int]] = field(default_factory=list)  # (storage, its bytes)
+    inputs: list[tuple[weakref.ref[Any], int]] = field(default_factory=list)  # (storage, its bytes); new to all blocks
     begun: SampleCost = field(default_factory=SampleCost)
     forward: SampleCost = field(default_factory=SampleCost)
     attention_begun: tuple[SampleCost, int] = (SampleCost(), 0)
@@ -102,6 +103,7 @@ class _Watch:
         self._before = 0  # blocks with live activations
         self._inside: _Seen | None = None
         self._given: list[weakref.ref[Tensor]] = []  # to the block before
+        self._taken = WeakSet[torch.UntypedStorage]()  # storages that a block was given in this pass
         self._handles = []
         for index, block in enumerate(blocks):
             self._handles.append(block.register_forward_pre_hook(partial(self._enter, index), with_kwargs=True))
@@ -121,12 +123,13 @@ class _Watch:
         self.ledger.mark()
         self.ledger.tally = Tally()
         self.moments.clear()
+        self._taken.clear()
 
     def forward_is_over(self) -> None:
         """Subtract the inputs that were freed by the end of the forward pass from each block's kept bytes.
 
         Recomputing a block keeps its inputs alive. If they would otherwise be freed, recomputation saves that much
-        less.
+        less. An input of several blocks (a text state, a mask) is kept once, so it counts for the first of them.
         """
         self.note()
         for seen in self.seen:
@@ -149,8 +152,9 @@ class _Watch:
         seen = self._inside = self.seen[index]
         seen.start_bytes, seen.begun = self.ledger.live_bytes, self.ledger.tally.now()
         seen.attention_begun = (self.ledger.tally.attention, self.ledger.tally.attention_bytes)
-        given = _by_storage((args, kwargs))
-        seen.inputs = [(weakref.ref(tensor.untyped_storage()), self.ledger.size_of(tensor)) for tensor in given]
+        given = [(tensor.untyped_storage(), self.ledger.size_of(tensor)) for tensor in _by_storage((args, kwargs))]
+        seen.inputs = [(weakref.ref(memory), size) for memory, size in given if memory not in self._taken]
+        self._taken.update(memory for memory, _ in given)
         if torch.is_grad_enabled():
             values = [*args, *kwargs.values()]  # recomputed blocks are called by position
             moving = movable(values, self._given if index else ())

@@ -250,13 +250,22 @@ def _fused(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute flash attention for tensors of shape [B, H, S, D]. Parameter names are PyTorch's, for keyword arguments.
+    """Compute fused attention for tensors of shape [B, H, S, D]. Parameter names are PyTorch's, for keyword arguments.
 
-    The mask is not counted, because it is small compared with the other tensors.
+    With a mask it is memory-efficient attention, because PyTorch's flash attention takes none. Its backward pass reads
+    the mask as a bias: a boolean mask is converted, and each call keeps its own bias of S * S numbers.
     """
     if enable_gqa and key.shape[1] != query.shape[1]:  # a GPU kernel reads each key head once per group
         groups = query.shape[1] // key.shape[1]
         key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    if attn_mask is not None:
+        bias = attn_mask
+        if bias.dtype == torch.bool:
+            bias = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
+        bias = bias.expand(*query.shape[:2], query.shape[2], key.shape[2])
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+        masked_BHSD: Tensor = efficient(query, key, value, bias, True, dropout_p, is_causal)[0]
+        return masked_BHSD
     flash = torch.ops.aten._scaled_dot_product_flash_attention
     output_BHSD: Tensor = flash(query, key, value, dropout_p, is_causal)[0]
     return output_BHSD

@@ -12,7 +12,7 @@ inputs may move in *selective* and *offload* too. Each micro-batch can also be s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -460,28 +460,58 @@ def activation_bytes(
     plain = not offloaded and not keeping and not offloads_inputs
     if footprint.recomputed_bytes is not None and len(chosen) == len(footprint.blocks) and plain:
         return _of_rows(footprint.recomputed_bytes, footprint.recomputed_shared_bytes, rows)
-    moved = [footprint.blocks[index].input_bytes for index in chosen] if offloads_inputs else []
-    on_the_way = (SLOTS + IN_FLIGHT - 1) * max(moved, default=0)
+    inputs = _MovedInputs.of(footprint, chosen if offloads_inputs else set())
     missing = [0]  # at index: bytes that the blocks before it do not keep
     for index, block in enumerate(footprint.blocks):
         given_up = block.kept_bytes - (block.attention_bytes if index in keeping else 0)
         given_up += block.input_bytes if offloads_inputs else 0
         missing.append(missing[-1] + (given_up if index in chosen else 0))
     levels = [
-        _of_rows(moment.num_bytes - missing[moment.before], moment.shared_bytes, rows)
+        _of_rows(moment.num_bytes - missing[moment.before] + inputs.leaving(moment.before), moment.shared_bytes, rows)
         for moment in footprint.moments
         if not (moment.within and moment.before in chosen)
     ]
     for index in chosen:
         block = footprint.blocks[index]
-        level = block.start_bytes + block.passing_bytes - missing[index]
+        level = block.start_bytes + block.passing_bytes - missing[index] + inputs.leaving(index, IN_FLIGHT - 1)
         levels.append(_of_rows(level, block.passing_shared_bytes, rows))
         if block.entry_bytes:  # else no gradient passes through it
-            own = block.input_bytes if offloads_inputs else 0  # is in a slot
             rise_bytes = block.again_bytes or block.rise_bytes
-            level = block.entry_bytes - block.kept_bytes - own - missing[index] + rise_bytes
+            level = block.entry_bytes - block.kept_bytes - missing[index] + rise_bytes
+            level += inputs.leaving(index, IN_FLIGHT - 1) if index in inputs.last else -inputs.in_slot(index)
             levels.append(_of_rows(level, block.again_shared_bytes, rows))
-    return rows * on_the_way + max(levels, default=0)
+    return rows * inputs.slot_bytes + max(levels, default=0)
+
+
+@dataclass(frozen=True)
+class _MovedInputs:
+    """The inputs of recomputed blocks that are in main memory, for one sample (``families.common.block_inputs``).
+
+    Attributes:
+        num_bytes: size by the index of the block, in forward order.
+        last: blocks with inputs that are still on the GPU when the backward pass begins, and never come back.
+        slot_bytes: the slots to which all other inputs come back.
+    """
+
+    num_bytes: dict[int, int]
+    last: tuple[int, ...]
+    slot_bytes: int
+
+    @classmethod
+    def of(cls, footprint: Footprint, chosen: Collection[int]) -> _MovedInputs:
+        sizes = {index: footprint.blocks[index].input_bytes for index in sorted(chosen)}
+        moved = {index: size for index, size in sizes.items() if size}
+        back = [*moved.values()][:-IN_FLIGHT]
+        return cls(moved, tuple(moved)[-IN_FLIGHT:], min(SLOTS, len(back)) * max(back, default=0))
+
+    def leaving(self, index: int, most: int = IN_FLIGHT) -> int:
+        """Return the bytes of blocks before a block that are still on the GPU: the inputs of the last ``most``."""
+        before = [size for moved, size in self.num_bytes.items() if moved < index]
+        return sum(before[-most:])
+
+    def in_slot(self, index: int) -> int:
+        """Return the bytes of a block's inputs, which are in a slot when it is recomputed."""
+        return self.num_bytes.get(index, 0)
 
 
 def _of_rows(level_bytes: int, shared_bytes: int, rows: int) -> int:

@@ -17,6 +17,7 @@ from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import AdapterError, ModelError, TransferError
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
 from lora_rocm.families.objectives.loss import measured
+from lora_rocm.foundation.units import count_text
 from lora_rocm.loader.batches import BatchPlan, loader
 from lora_rocm.train.context import Data, StartContext, pins
 from lora_rocm.train.held_out import HeldOutLoss
@@ -71,9 +72,10 @@ def start_from_inputs(
         share = _fill(weights, _sketched(adapter, weights, train.seed, lambda: passes.of(batches())))
         others = len(adapter.modules) - len(weights)
         read_text = "1 batch" if count == 1 else f"{count} batches"
+        rest = f"; the default init remains in {count_text(others, 'convolution')}" if others else ""
         start.context.notice(
-            f"init: eva read {read_text}. The initial directions of A cover {share:.0%} of the variance of "
-            f"its layers' inputs{f'; {others} convolutions start with the default init' if others else ''}."
+            f"init: eva read {read_text}. The initial directions of A cover {share:.0%} of the "
+            f"variance of its layers' inputs{rest}."
         )
 
     start.world.first("inputs", read)

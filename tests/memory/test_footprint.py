@@ -231,6 +231,49 @@ class ToyOfStreams(ToyFamily):
         return Prediction(image, torch.zeros_like(image), image.new_ones(len(image)))
 
 
+class WithText(nn.Module):
+    """A block that is given a text state, which all blocks are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
+
+    def forward(self, x: Tensor, text: Tensor) -> Tensor:
+        return x + self.net(x) + text.mean(1, keepdim=True)
+
+
+class ToyWithText(ToyFamily):
+    """The text state is made in the pass. The backward pass of blocks does not need it, but recomputation does."""
+
+    def model(self) -> LoadedModel:
+        blocks = nn.Sequential(*(WithText() for _ in range(4))).requires_grad_(False)
+        return LoadedModel({"net": blocks.to(META), "first": nn.Linear(64, 64).to(META)}, torch.float32, META)
+
+    def predict(self, model: LoadedModel, batch: dict[str, Tensor], draws: Any) -> Prediction:
+        image = model.components["first"](batch["x"])
+        text = torch.cat([batch["x"]] * 4, dim=1)
+        for block in self.blocks(model):
+            image = self.run(block, image, text)
+        return Prediction(image, torch.zeros_like(image), image.new_ones(len(image)))
+
+
+@pytest.mark.parametrize("counts_all", [False, True])  # True: the control
+def test_an_input_of_all_blocks_is_kept_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts_all: bool) -> None:
+    if counts_all:
+        monkeypatch.setattr(counting, "WeakSet", ForgetsAll)
+    family: Any = ToyWithText(False)
+    found = count(family, family.model(), recipe(tmp_path), SampleShape.of(h=8, w=8))
+    assert found.recomputed_bytes is not None
+    apart = activation_bytes(replace(found, recomputed_bytes=None), range(4))
+    assert (apart == pytest.approx(found.recomputed_bytes, rel=0.1)) is not counts_all
+    assert apart >= 0.9 * found.recomputed_bytes
+
+
+class ForgetsAll(set[Any]):
+    def update(self, *others: Any) -> None:
+        pass
+
+
 @pytest.mark.parametrize("counts_views", [False, True])  # True: the control
 def test_two_views_of_one_storage_are_counted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts_views: bool

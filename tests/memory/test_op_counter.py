@@ -87,6 +87,25 @@ def test_fused_attention_keeps_no_scores(fused: bool, squares: int) -> None:
     assert ledger.tally.flops + ledger.tally.attention_flops >= 3 * 2 * 2 * 2 * tokens * tokens * width
 
 
+@pytest.mark.parametrize("device", [META, torch.device("cpu")])
+@pytest.mark.parametrize(("masked", "biases"), [(False, 0), (True, 3)])  # False: the control
+def test_each_call_of_fused_attention_keeps_its_mask_as_a_bias(masked: bool, biases: int, device: torch.device) -> None:
+    """Counted as on a real device, where three layers with one boolean mask keep three biases."""
+    tokens, layers = 512, 3
+    query = torch.ones(1, 2, tokens, 16, device=device, requires_grad=True)
+    mask = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
+    with fused_attention(device == META), Ledger(iter([query, mask])) as ledger:
+        kept = query
+        for _ in range(layers):
+            kept = torch.nn.functional.scaled_dot_product_attention(
+                kept, query, query, mask if masked else None, is_causal=not masked
+            )
+        bias_bytes = tokens * tokens * query.element_size()
+        assert biases * bias_bytes <= ledger.live_bytes < (biases + 0.5) * bias_bytes
+    assert kept.requires_grad
+    assert (ledger.tally.attention_flops > 0) is (device == META), "the CPU's operator has no formula"
+
+
 @pytest.mark.parametrize("heads", [2, 4])
 def test_attention_called_by_keyword_is_counted_as_by_position(heads: int) -> None:
     """Some model libraries call by keyword, and language models have fewer key heads than query heads."""

@@ -198,12 +198,13 @@ def test_a_compiled_run_is_the_eager_run(
     torch.testing.assert_close(losses(tmp_path / how), losses(tmp_path / "eager"), rtol=1e-5, atol=1e-6)
     events = read_events(RunDir(tmp_path / how).events())
     said = [event["text"] for event in events if event["type"] == "notice"]
-    assert [text for text in said if text.startswith("Compiled: ")]
+    found = compilers[0]
+    assert says(said, "train/compiled-graphs-for-sample-shapes", pieces=found.pieces, sizes=len(found.shapes))
     assert _phases(tmp_path / how) == ["cache", "load", "compile", "step"] and "compile" not in _phases(
         tmp_path / "eager"
     )
-    ends = [number for number, event in enumerate(events) if (event["type"], event.get("state")) == ("phase", "end")]
-    within = events[ends[1] : ends[2]]
+    marks = [(event.get("phase"), event.get("state")) for event in events]
+    within = events[marks.index(("compile", "begin")) : marks.index(("compile", "end"))]
     done = [(event["done"], event["total"]) for event in within if event["type"] == "compile"]
     sizes = len(next(event for event in events if event["type"] == "data")["buckets"])
     assert done == [(number, sizes) for number in range(sizes + 1)]

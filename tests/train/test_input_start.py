@@ -89,7 +89,7 @@ def test_a_holds_the_directions_of_what_the_layers_are_given(
         assert (centred_ND @ plain_KD.T).square().sum() < 0.9 * best, "control: the default's are others"
     texts = [event["text"] for event in read_events(RunDir(eva).events()) if event["type"] == "notice"]
     assert any(
-        mentions(text, "train/init-eva-read-3-batches") and mentions(text, "train/1-convolutions-start-as")
+        mentions(text, "train/init-eva-read-3-batches") and mentions(text, "train/1-convolution-has-the-default-init")
         for text in texts
     ), texts
 

@@ -22,7 +22,10 @@ from tests.families.causal_lm.test_family import Adapted, batch, off, recipe_of
 from tests.tiny_llm import MODELS, write_tiny_llm
 
 LOSS, GRADIENT = 1e-5, 1e-4  # as a share: sums of float32 in another order
-NOT_KNOWN = {"olmo2"}
+NOT_KNOWN = {"olmo2", "mixtral", "qwen3_moe", "gemma4", "gemma4_per_layer", "gemma4_experts"}
+"""Blocks with norms after their parts alone, with experts, or with the parts of Gemma 4."""
+DROPOUTS = {"attention_dropout", "resid_pdrop"}
+"""Settings that a family resets when it loads a model."""
 QUICK = {"llama", "phi3", "gemma3_text"}
 every = pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
@@ -50,6 +53,17 @@ def fused(model: Adapted) -> list[FusedDecoderLayer]:
 
 def near(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> bool:
     return off(found[0], wanted[0]) < LOSS and off(found[1], wanted[1]) < GRADIENT
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_architecture_is_fused_or_known_not_to_be(name: str) -> None:
+    """On models without weights; the test below compares what the blocks compute."""
+    cls, config, values = MODELS[name]
+    with torch.device("meta"):
+        layers = decoder(cls(config(**{key: value for key, value in values.items() if key not in DROPOUTS}))).layers
+    num_blocks = len(layers)
+    fuse(layers, "eager")
+    assert sum(isinstance(block, FusedDecoderLayer) for block in layers) == (0 if name in NOT_KNOWN else num_blocks)
 
 
 @every

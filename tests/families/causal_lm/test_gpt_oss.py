@@ -60,13 +60,12 @@ def test_losses_and_gradients_are_those_of_transformers(base: Path, tmp_path: Pa
         assert leaf.grad is not None and found is not None and off(leaf.grad, found) < CLOSE, name
 
 
-@pytest.mark.slow
 def test_answers_are_those_of_transformers(base: Path) -> None:
     """One token after another, from a cache that is longer than the window; and from one token."""
     family = CausalLM(recipe_of(base))
     model, reference = family.load(torch.float32, CPU), theirs(base)
     for ids in (list(range(5, 30)), [7]):
-        family.texts.prompt_ids = lambda messages, ids=ids: ids  # type: ignore[method-assign, misc]
+        family.prompt_ids = lambda messages, ids=ids: ids  # type: ignore[method-assign, misc]
         found = family._answer(model, "", 8)
         wanted = reference.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0, len(ids) :]
         assert found == family.texts.tokenizer.decode(wanted, skip_special_tokens=True)
