@@ -112,6 +112,11 @@ class Chat:
         assert not code_of(text), text
         return self.until(lambda state: state.pending is None)
 
+    def refused(self, **changes: str) -> ChatState:
+        """Send a prompt, and wait for the failure. The page that answers the request may show it already."""
+        self.post("send", **changes)
+        return self.until(lambda state: state.pending is None and state.failure is not None)
+
 
 def texts(state: ChatState) -> list[str]:
     assert state.record is not None
@@ -185,7 +190,7 @@ def test_a_run_of_images_is_refused(site: Site) -> None:
 def test_a_child_that_dies_hangs_or_has_no_memory_is_said(prompt: str, code: str, chat: Chat) -> None:
     chat.answered(prompt="before")
     chat.host.limits.silent_s = 1.0
-    state = chat.answered(prompt=prompt)
+    state = chat.refused(prompt=prompt)
     assert state.failure is not None and state.failure.code == code and state.phase == "none"
     assert state.unanswered is not None and state.unanswered.prompt == prompt
     page = chat.site.get("/try/run", **RUN)
@@ -198,7 +203,7 @@ def test_a_child_that_dies_hangs_or_has_no_memory_is_said(prompt: str, code: str
 @pytest.mark.parametrize(("fault", "code"), [("OOM", "out-of-memory"), ("HANG", "worker-hung")])
 def test_a_model_that_cannot_be_loaded_is_said(fault: str, code: str, chat: Chat) -> None:
     chat.children.fault, chat.host.limits.load_s = fault, 1.0
-    state = chat.answered()
+    state = chat.refused()
     assert state.failure is not None and state.failure.code == code and not chat.run_dir.tries.exists()
     chat.children.fault = ""
     assert chat.answered().failure is None
@@ -273,7 +278,7 @@ def test_the_child_ends_when_a_run_begins_to_train(chat: Chat, monkeypatch: pyte
     with locked(other):
         state = chat.until(lambda state: state.phase == "none")
         assert state.reason == "training" and state.failure is None
-        state = chat.answered(prompt="now")
+        state = chat.refused(prompt="now")
         assert state.failure is not None and state.failure.code == "no-room-while-training"
         assert len(chat.children.processes) == 1 and state.unanswered is not None
         room.room.num_bytes = 40  # the control: room for both, so it is not ended again

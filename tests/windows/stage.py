@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -93,7 +94,9 @@ class Stage:
         calls = [json.loads(row) for row in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []
         found = [call["program"] for call in calls if call.get("path", "").startswith(windows_path(self.bin))]
         passed_over = "python" in found and "py" not in found and (self.bin / "py.exe").exists()
-        return passed_over or f"recognize '\"{windows_path(self.root)}\\.venv\\Scripts\\" in said
+        # The folder's letters depend on the code page
+        unknown = re.search(r"recognize '\"[^'\"]*\\\.venv\\Scripts\\([\w.-]+)\"", said)
+        return passed_over or (unknown is not None and (self.root / ".venv" / "Scripts" / unknown[1]).exists())
 
     def run(
         self,
