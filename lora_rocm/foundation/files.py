@@ -19,9 +19,11 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from lora_rocm.errors import StorageError, UserError, storage_error
+
+T = TypeVar("T")
 
 RENAME_ATTEMPTS, RENAME_PAUSE_S = 20, 0.1
 WRITE_ATTEMPTS = 3
@@ -184,6 +186,15 @@ def file_exists(path: Path) -> UserError:
 def write_json(path: Path, value: Any, root: Path | None = None) -> None:
     """Write ``json_bytes`` of a value with ``write_atomic``."""
     write_atomic(path, json_bytes(value), root)
+
+
+def kept_json(path: Path, kind: type[T]) -> T:
+    """Return the value of a cache that ``write_json`` wrote; an empty one if it is missing or damaged."""
+    try:
+        value = json.loads(path.read_bytes())  # json: the program's own file, rebuilt if it is damaged
+    except (OSError, ValueError, RecursionError):
+        return kind()
+    return value if isinstance(value, kind) else kind()
 
 
 def json_bytes(value: Any) -> bytes:

@@ -48,7 +48,7 @@ from lora_rocm.families.common.block_inputs import movable, tensors_in
 from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.families.objectives.loss import losses
 from lora_rocm.foundation.bounded_read import FileVersion
-from lora_rocm.foundation.files import write_json
+from lora_rocm.foundation.files import kept_json, write_json
 from lora_rocm.hardware.eight_bit import NVIDIA, rate_of
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.kernels.backend import available, gfx_of, implementation_for, kernels_seen, shared_noted
@@ -207,7 +207,7 @@ def counted(
     plain = settings.attention == "math"
     on_gpu = on_gpu and settings.triton
     memory = footprints_file(recipe.cache.dir)
-    kept = _remembered(memory)
+    kept = kept_json(memory, dict)
     key = _key(recipe, family, dtype, [plain, shape.to_json(), on_gpu, recipe.data.has_controls])
     if key in kept:
         with suppress(AttributeError, KeyError, TypeError, ValueError):  # another version's entry, or damaged
@@ -234,14 +234,6 @@ def _key(recipe: Recipe, family: ModelFamily, dtype: torch.dtype, more: list[obj
 
 SHARED = set(OptimSection.model_fields) - {"optimizer"}
 """Keys of ``optim`` that do not affect memory."""
-
-
-def _remembered(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())  # json: the program's own file, rebuilt if it is damaged
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def meta_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu: bool = True) -> LoadedModel:

@@ -32,7 +32,7 @@ from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import ModelError, StorageError
 from lora_rocm.families.base import Inputs, LoadedModel, ModelFamily, family_for
 from lora_rocm.families.objectives.loss import losses
-from lora_rocm.foundation.files import write_json
+from lora_rocm.foundation.files import kept_json, write_json
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
 from lora_rocm.memory.footprint import META, inputs_on_meta, to_meta
 from lora_rocm.memory.op_counter import Ledger
@@ -185,25 +185,18 @@ def require_computable(family: ModelFamily, recipe: Recipe) -> None:
 
 def recall(path: Path) -> None:
     """Accept bases of earlier starts, which ``remember`` wrote, without computing again."""
-    for key in _remembered(path):
-        VERDICTS.setdefault(key, None)
+    for key in kept_json(path, list):
+        if isinstance(key, str):
+            VERDICTS.setdefault(key, None)
 
 
 def remember(path: Path) -> None:
     """Write the bases that this process accepted. Without the file, a start takes a second more."""
-    kept = _remembered(path)
+    kept = kept_json(path, list)
     accepted = [key for key, error in VERDICTS.items() if error is None and key not in kept]
     if accepted:
         with suppress(StorageError):
             write_json(path, [*kept, *accepted][-KEPT:])
-
-
-def _remembered(path: Path) -> list[str]:
-    try:
-        value = json.loads(path.read_bytes())  # json: the program's own file, rebuilt if it is damaged
-    except (OSError, ValueError, RecursionError):
-        return []
-    return [key for key in value if isinstance(key, str)] if isinstance(value, list) else []
 
 
 def _shape(recipe: Recipe) -> SampleShape:
