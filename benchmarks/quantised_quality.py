@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -36,7 +37,7 @@ from lora_rocm.dataset.shape import SampleShape  # noqa: E402
 from lora_rocm.families.base import ModelFamily, family_for  # noqa: E402
 from lora_rocm.families.common.latent_family import LatentFamily  # noqa: E402
 from lora_rocm.families.objectives.loss import losses  # noqa: E402
-from lora_rocm.kernels.quantised import quantised  # noqa: E402
+from lora_rocm.kernels.quantised import ScaledRows, quantised  # noqa: E402
 from lora_rocm.kernels.weight_format import WeightFormat  # noqa: E402
 from lora_rocm.recipe.load import load_recipe  # noqa: E402
 
@@ -206,8 +207,15 @@ def family_of(recipe: str, name: str) -> ModelFamily:
     overrides = [f"model.quantization={stored}", f"model.compute={compute}", "runtime.profile=fast"]
     overrides += [f"data.resolution={PX}"]
     family = family_for(load_recipe(recipe, overrides).recipe)
-    family.rotates = name != NOT_ROTATED
+    if name == NOT_ROTATED:
+        rotated = family.weight_format
+        family.weight_format = lambda component: without_rotation(rotated(component))  # type: ignore[method-assign]
     return family
+
+
+def without_rotation(weights: WeightFormat) -> WeightFormat:
+    """The same format with weights that are not rotated."""
+    return replace(weights, rotates=False) if isinstance(weights, ScaledRows) else weights
 
 
 def loss_of(family: ModelFamily, model: object, start: int, seed: int) -> Tensor:

@@ -367,13 +367,10 @@ class LoadsModels(Protocol):
     lora_targets: regular expressions that fully match the names of the modules to adapt, by preset and component name.
     text_components: names of the components that ``lora.train_text_encoder`` adapts.
     structure: identity of the shapes of the trained components, computed from configs alone.
-    rotates: whether layers that are multiplied in int8 are rotated (``kernels.rotation``). A run that began without it
-        keeps its format.
     """
 
     lora_targets: Mapping[str, Mapping[str, str]]
     text_components: tuple[str, ...]
-    rotates: bool
 
     @property
     def structure(self) -> str: ...

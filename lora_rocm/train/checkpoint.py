@@ -41,9 +41,6 @@ from lora_rocm.rundir.checkpoint_record import (
 )
 from lora_rocm.rundir.layout import FILE_OF, STATE_FILE, RunDir
 
-ROTATES = "rotates"
-"""Name of ``ModelFamily.rotates`` among a checkpoint's facts."""
-
 
 @dataclass(frozen=True)
 class Checkpoint(CheckpointRecord):
@@ -53,11 +50,6 @@ class Checkpoint(CheckpointRecord):
     def one_bucket_updates(self) -> bool:
         """Whether the run uses the sample order of earlier versions (see ``BatchPlan``); true if not recorded."""
         return bool(self.facts.get("one_bucket_updates", True))
-
-    @property
-    def rotates(self) -> bool:
-        """Whether layers that are multiplied in int8 are rotated; false if not recorded, as in earlier versions."""
-        return bool(self.facts.get(ROTATES, False))
 
     def require_ranks(self, ranks: int) -> None:
         """Refuse to resume on a different number of GPUs.

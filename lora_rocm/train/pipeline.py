@@ -34,7 +34,7 @@ from lora_rocm.train import compilation, dry_run, resume
 from lora_rocm.train.artifacts import Artifacts
 from lora_rocm.train.base_seal import identities, seals_of
 from lora_rocm.train.build_trainer import first_pass, new_trainer
-from lora_rocm.train.checkpoint import ROTATES, Checkpoint, discard_newer, restore_threads
+from lora_rocm.train.checkpoint import Checkpoint, discard_newer, restore_threads
 from lora_rocm.train.class_images import with_class_images
 from lora_rocm.train.context import Data, StartContext, captures, encoder_placement, transfer_of
 from lora_rocm.train.disk_forecast import CacheRoom, DiskForecast
@@ -61,7 +61,6 @@ def train(start: StartContext) -> tuple[bool, int]:
             f"Using {torch.get_num_threads()} CPU threads, as the checkpoint did, because this affects rounding."
         )
     family = family_for(recipe)
-    family.rotates = checkpoint is None or checkpoint.rotates
     compilation.how_asked(recipe.runtime.compile, start.device)  # refuse before anything is encoded
     if checkpoint is not None and not start.accept_changes:
         checkpoint.require_ranks(start.world.size)
@@ -210,12 +209,7 @@ def load(
         transfer=transfer,
         guard=guard,
         prepared=data.prepared,
-        run_facts={
-            **data.facts(),
-            **identities(family),
-            FACT: kernels_fact(start, kernels),
-            ROTATES: family.rotates,
-        },
+        run_facts={**data.facts(), **identities(family), FACT: kernels_fact(start, kernels)},
         base_seals=seals,
         steps_per_epoch=data.steps_per_epoch,
         room=DiskForecast(session.run_dir, recipe, data.max_train_steps, start.context, data.steps_per_epoch),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,10 @@ import pytest
 import torch
 
 from lora_rocm.errors import ResumeError
-from lora_rocm.families.sdxl.family import Sdxl
 from lora_rocm.kernels import eight_bit
 from lora_rocm.memory import oom_recovery
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.train.checkpoint import ROTATES, latest_valid, save_checkpoint
 from tests.event_lines import read_events
 from tests.tiny_models import SHALLOW_WIDER, write_tiny_sdxl
 from tests.train.runs import bytes_of, losses_of, make_recipe, material, rewound, start
@@ -62,28 +59,6 @@ def test_a_run_with_products_in_eight_bits_resumes_to_the_byte(name: str, materi
     assert bytes_of(broken) == bytes_of(straight)
     assert start(in_bf16(quantised_recipe(material, name, name)), unpacked)
     assert bytes_of(unpacked) != bytes_of(straight), "the control"
-
-
-def test_a_run_that_began_without_a_rotation_goes_on_without(
-    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Checkpoints of earlier versions do not name it."""
-    recipe = quantised_recipe(material, "int8", "int8")
-    with monkeypatch.context() as earlier:
-        earlier.setattr(Sdxl, "rotates", property(lambda family: False, lambda family, rotates: None))
-        assert start(recipe, tmp_path / "straight")
-    run_dir = RunDir(rewound(tmp_path / "straight", tmp_path / "broken", 1))
-    found, _ = latest_valid(run_dir)
-    assert found is not None and not found.rotates
-    parts = {part: dict(found.part_to_resume(part)) for part in ("adapter", "ema", "optimizer")}
-    shutil.rmtree(found.path)
-    facts = {key: value for key, value in found.facts.items() if key != ROTATES}
-    save_checkpoint(run_dir, found.position, parts, facts)
-    assert start(recipe, run_dir.path)
-    assert bytes_of(run_dir.path) == bytes_of(tmp_path / "straight")
-    assert start(recipe, tmp_path / "new")
-    newest, _ = latest_valid(RunDir(tmp_path / "new"))
-    assert newest is not None and newest.rotates and bytes_of(tmp_path / "new") != bytes_of(run_dir.path), "the control"
 
 
 @pytest.mark.parametrize("memory", ["recompute", "keep"])

@@ -83,7 +83,6 @@ class CausalLM:
 
     name = "causal-lm"
     text_components: tuple[str, ...] = ()
-    rotates = True
     inpaints = False
     all_components = (COMPONENT,)
     encoder_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
@@ -238,7 +237,7 @@ class CausalLM:
 
     def weight_format(self, component: str) -> WeightFormat:
         model = self.recipe.model
-        return quantised(model.quantization, r"(^|\.)layers\.\d+\.", model.compute, rotates=self.rotates)
+        return quantised(model.quantization, r"(^|\.)layers\.\d+\.", model.compute)
 
     def blocks(self, model: LoadedModel) -> list[nn.Module]:
         return list(self._layers(model).children())

@@ -50,7 +50,6 @@ class LatentFamily(ABC):
     component: str
     packed_layers: str
     text_components: tuple[str, ...] = ()
-    rotates = True
     texts = None
     partly = False
     """Whether a single file may lack components that a run needs. Set for checks that do not start a run."""
@@ -156,7 +155,7 @@ class LatentFamily(ABC):
         model = self.recipe.model
         if component != self.component:
             return DENSE
-        return quantised(model.quantization, self.packed_layers, model.compute, rotates=self.rotates)
+        return quantised(model.quantization, self.packed_layers, model.compute)
 
     def sample_meta(
         self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]
