@@ -30,6 +30,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -143,7 +144,10 @@ def write_inputs(asked: Asked) -> Row:
         write_images(asked.images, asked.side_px)
     else:
         write_texts(asked.texts, asked.tokens)
-    for folder in {str(REPOSITORY / "lora_rocm"), asked.path, *os.environ.get("PYTHONPATH", "").split(os.pathsep)}:
+    # Installers compile packages; images of containers may lack byte code, and then each import compiles again
+    installed = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
+    own = {str(REPOSITORY / "lora_rocm"), asked.path, *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
+    for folder in own | installed:
         if folder and Path(folder).resolve() != REPOSITORY and os.access(folder, os.W_OK):
             compileall.compile_dir(folder, quiet=2, workers=0)
     return {"side": "base", "seconds": round(time.perf_counter() - began, 1)}

@@ -245,10 +245,17 @@ class BaseSource:
             version = WeightsVersion(prefix, tuple(header.version for header in headers))
             known = self._recalled(version)
             if known is None:
-                known = digest(headers, lambda key: key.startswith(prefix))
+                ahead = next((each for wanted, each in self._ahead.items() if wanted[0] == name), None)
+                known = digest(headers, lambda key: key.startswith(prefix)) if ahead is None else ahead.wait()[1]
                 self._remember(version, known)
             self._digests[name] = known
         return self._digests[name]
+
+    def is_digested(self, name: str) -> bool:
+        """Whether ``fingerprint`` of a component reads no weights, because they were read before."""
+        headers, prefix = self.weights(name)
+        version = WeightsVersion(prefix, tuple(header.version for header in headers))
+        return name in self._digests or self._recalled(version) is not None
 
     def _recalled(self, version: WeightsVersion) -> str | None:
         with contextlib.suppress(StorageError):  # the file is read instead
@@ -286,16 +293,25 @@ class BaseSource:
     def read_ahead(self, name: str, dtype: torch.dtype, weights: WeightFormat = DENSE) -> None:
         """Start to read a component in the background. ``load`` with the same arguments takes it, once.
 
+        Components are read one after the other, in the order of these calls.
+
         Raises:
             ModelError: weights-damaged, weights-unfit, pickle-refused: from the headers alone.
         """
-        assembly = self._assembly(name, dtype, weights)
-        self._ahead[name, dtype, weights] = ReadAhead(assembly, lambda take: self._read(name, assembly, take))
+        assembly, before = self._assembly(name, dtype, weights), next(reversed(self._ahead.values()), None)
+        ahead = ReadAhead(assembly, lambda take: self._read(name, assembly, take), after=before)
+        self._ahead[name, dtype, weights] = ahead
 
-    def abandon(self) -> None:
-        """Stop to read in the background. Components that nobody loaded are dropped."""
-        while self._ahead:
-            self._ahead.popitem()[1].abandon()
+    def abandon(self, kept: Collection[str] = ()) -> None:
+        """Stop to read in the background. Components that nobody loaded are dropped.
+
+        ``kept``: names of components that will still be loaded.
+        """
+        abandoned = [self._ahead.pop(wanted) for wanted in list(self._ahead) if wanted[0] not in kept]
+        for ahead in abandoned:
+            ahead.abandon()
+        for ahead in abandoned:
+            ahead.join()
 
     def _assembly(self, name: str, dtype: torch.dtype, weights: WeightFormat) -> Assembly:
         tensors = self.tensors(name)

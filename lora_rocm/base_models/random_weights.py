@@ -51,6 +51,10 @@ class RandomSource(BaseSource):
     def read_ahead(self, name: str, dtype: torch.dtype, weights: WeightFormat = DENSE) -> None:
         """Do nothing: there is no file to read."""
 
+    def is_digested(self, name: str) -> bool:
+        """True: the identity of a component needs no weights."""
+        return True
+
     def files(self) -> list[Path]:
         """Return the paths of the config files."""
         return [self.config_path(name) for name in (*self.layout.parts, "scheduler")]

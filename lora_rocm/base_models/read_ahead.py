@@ -22,10 +22,11 @@ class ReadAhead:
     Args:
         assembly: the component; it takes the tensors.
         read: reads all tensors, passes each to its argument, and returns their digest (``read_hashed``).
+        after: another component, which is read first, so that it is there sooner.
     """
 
-    def __init__(self, assembly: Assembly, read: Callable[[Take], str]) -> None:
-        self._assembly, self._read = assembly, read
+    def __init__(self, assembly: Assembly, read: Callable[[Take], str], after: ReadAhead | None = None) -> None:
+        self._assembly, self._read, self._after = assembly, read, after
         self._sha256 = ""
         self._error: Exception | None = None
         self._is_abandoned = threading.Event()
@@ -44,11 +45,17 @@ class ReadAhead:
         return self._assembly, self._sha256
 
     def abandon(self) -> None:
-        """End the reading: each of its threads reads its present tensor to the end. Wait for that."""
+        """Tell the reading to end, without waiting: each of its threads reads its present tensor to the end."""
         self._is_abandoned.set()
+
+    def join(self) -> None:
+        """Wait until the reading has ended."""
         self._thread.join()
 
     def _run(self) -> None:
+        if self._after is not None:
+            self._after.join()
+            self._after = None  # its component may be freed
         try:
             self._sha256 = self._read(self._take)
         except Exception as error:  # edge: of a thread; ``wait`` raises it

@@ -42,7 +42,11 @@ DTYPES = {
 Looked = TypeVar("Looked")
 READERS = 12  # threads: enough to hash what a fast disk reads, and few enough to limit seeks on a slow one
 RUN_BYTES = 64 << 20  # read by one thread as one task
-PIECE_BYTES = 4 << 20  # read, then hashed while in the CPU's cache
+PIECE_BYTES = 4 << 20  # read to be hashed alone, into a buffer that stays in the CPU's cache
+READ_BYTES = (
+    64 << 20
+)  # of a tensor that is kept. A thread takes Python's lock for each piece, and every taking delays the
+# thread that starts the run: beside 12 readers, it took 5.7 times as long with pieces of 4 MiB, and 1.1 with these
 KOHYA_HASH_OFFSET, KOHYA_HASH_BYTES = 0x100000, 0x10000
 
 
@@ -89,8 +93,8 @@ def read_hashed(
         tensor = made(entry.shape, dtype=DTYPES[entry.dtype])
         place, sha256 = _bytes_of(tensor), hashlib.sha256()
         file.seek(entry.begin)
-        for start in range(0, len(place), PIECE_BYTES):
-            piece = place[start : start + PIECE_BYTES]
+        for start in range(0, len(place), READ_BYTES):
+            piece = place[start : start + READ_BYTES]
             _fill(file, piece, header, name)
             sha256.update(piece)
         take(name, tensor)

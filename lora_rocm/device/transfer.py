@@ -15,14 +15,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from lora_rocm.errors import TransferError, resume_advice
 
+UInt64s = npt.NDArray[np.uint64]
 WORD_DTYPES = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 CHUNK_BYTES = 4 * 2**20
-CACHED_WORDS = 1 << 17  # multiplied at once on the CPU: their products stay in its cache
 CHUNKS_AT_ONCE = 4  # of a weight being compared: 32 MiB of products
 GROUP_BYTES = {False: CHUNK_BYTES, True: CHUNKS_AT_ONCE * CHUNK_BYTES}
 """Maximum number of bytes of tensors of one shape that are compared together. It is keyed by whether the tensors are
@@ -49,10 +51,12 @@ def fingerprint(tensor_B: Tensor) -> Tensor:
     """
     words_BN = _words(tensor_B)
     weights_N = _position_weights(words_BN.shape[1], words_BN.device)
-    if words_BN.device.type != "cpu" or len(weights_N) <= CACHED_WORDS:
+    if words_BN.device.type != "cpu":
         return (words_BN * weights_N).sum(dim=1)  # int64, as the weights
-    pieces = zip(words_BN.split(CACHED_WORDS, dim=1), weights_N.split(CACHED_WORDS), strict=True)
-    return torch.stack([(words * weights).sum(dim=1) for words, weights in pieces]).sum(dim=0)
+    # NumPy multiplies and adds in one call: no tensor of products, and threads do not wait for Python's lock
+    weights: UInt64s = weights_N.numpy().view(np.uint64)
+    sums_B: UInt64s = np.einsum("bn,n->b", words_BN.numpy(), weights, dtype=np.uint64, casting="unsafe")
+    return torch.from_numpy(sums_B.view(np.int64))
 
 
 def whole_fingerprint(tensor: Tensor) -> Tensor:
@@ -63,8 +67,8 @@ def whole_fingerprint(tensor: Tensor) -> Tensor:
     words_N = _words(row_1N)[0]
     chunk = CHUNK_BYTES // words_N.element_size()
     full = words_N.numel() // chunk * chunk
-    at_once = CHUNKS_AT_ONCE if words_N.is_cuda else 1  # launches are slow on the GPU, page faults on the CPU
-    parts = [fingerprint(rows_RN) for rows_RN in words_N[:full].view(-1, chunk).split(at_once)]
+    rows_RN = words_N[:full].view(-1, chunk)
+    parts = [fingerprint(some_RN) for some_RN in (rows_RN.split(CHUNKS_AT_ONCE) if words_N.is_cuda else [rows_RN])]
     parts.append(fingerprint(words_N[full:][None]))
     return fingerprint(torch.cat(parts)[None])[0]
 
@@ -186,6 +190,23 @@ class Clock:
         return a.elapsed_time(b) / 1e3, b.elapsed_time(c) / 1e3  # type: ignore[arg-type,union-attr]
 
 
+@dataclass(frozen=True)
+class Sending:
+    """Tensors of one shape on their way to the device.
+
+    Attributes:
+        tensors: on the host, by name.
+        expected: their fingerprints.
+        arrived: the same on the device. They may be read only after ``DeviceTransfer.end_alike``.
+        found_K: their fingerprints there, int64 [K].
+    """
+
+    tensors: dict[str, Tensor]
+    expected: Mapping[str, int]
+    arrived: dict[str, Tensor]
+    found_K: Tensor
+
+
 class DeviceTransfer:
     """Sends batches to a device, records whether any arrived changed, and switches copy methods after failures.
 
@@ -266,26 +287,30 @@ class DeviceTransfer:
         found_KB = salted(torch.stack([fingerprint(tensor) for tensor in arrived]), salt)
         torch.maximum(self.bad, (found_KB != expected_KB).any().to(torch.float32), out=self.bad)
 
-    def send_alike(self, tensors: Mapping[str, Tensor], expected: Mapping[str, int]) -> dict[str, Tensor]:
-        """Copy tensors of one shape to the device, and check them together. Changed ones are sent again, one by one.
+    def begin_alike(self, tensors: dict[str, Tensor], expected: Mapping[str, int]) -> Sending:
+        """Begin to copy tensors of one shape to the device, and to compute their fingerprints there, without waiting.
 
         Args:
             tensors: tensors on the host, by name.
             expected: their fingerprints, computed on the host.
+        """
+        method = self._checked_methods[0]
+        arrived = {name: self._copy(tensor, self.device, method) for name, tensor in tensors.items()}
+        found_K = _alike_fingerprints(list(arrived.values())) if arrived else torch.empty(0, dtype=torch.int64)
+        return Sending(tensors, expected, arrived, found_K)
+
+    def end_alike(self, sending: Sending) -> dict[str, Tensor]:
+        """Wait for tensors and their check, and return them on the device. Changed ones are sent again, one by one.
 
         Raises:
             TransferError: every copy method delivered a tensor with changed bytes.
         """
-        if not tensors:
-            return {}
-        method = self._checked_methods[0]
-        arrived = {name: self._copy(tensor, self.device, method) for name, tensor in tensors.items()}
+        arrived, expected = sending.arrived, sending.expected
         self.checks += len(arrived)
-        found = _alike_fingerprints(list(arrived.values())).tolist()  # one wait for the whole group
-        for name, seen in zip(tensors, found, strict=True):
+        for name, seen in zip(arrived, sending.found_K.tolist(), strict=True):  # one wait for the whole group
             if seen != expected[name]:
                 self.failures += 1
-                arrived[name] = self._sent(tensors[name], name, expected[name], self._checked_methods[1:])
+                arrived[name] = self._sent(sending.tensors[name], name, expected[name], self._checked_methods[1:])
         return arrived
 
     def send_checked(self, tensor: Tensor, name: str) -> Tensor:

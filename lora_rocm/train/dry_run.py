@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
@@ -78,6 +78,10 @@ class MetaSource(BaseSource):
         made._configs.update({**source._configs, **{name: dict(values) for name, values in changed.items()}})
         made._tensors.update(source._tensors)
         return made
+
+    def skeleton(self, name: str) -> nn.Module:
+        """Build a component on the meta device."""
+        return to_meta(self._meta_component(name)).requires_grad_(False)
 
     def load(self, name: str, dtype: torch.dtype, device: torch.device, weights: WeightFormat = DENSE) -> nn.Module:
         self.loaded.append(name)
@@ -149,15 +153,18 @@ def require_computable(family: ModelFamily, recipe: Recipe) -> None:
         encoder = copy.encoders()[number]
         given: Inputs = {IMAGE: torch.zeros(3, SIDE_PX, SIDE_PX), CAPTION: "a"}
         base.loaded = loaded
-        encoder.load(MetaPlacement())({name: given[name] for name in encoder.entry.inputs})
+        encode = encoder.load(MetaPlacement())
+        with _computing():
+            encode({name: given[name] for name in encoder.entry.inputs})
 
     def passed(changed: Mapping[str, Mapping[str, Any]], loaded: list[str]) -> None:
         copy, _ = on_meta(changed)
         presets = next(iter(copy.lora_targets.values()))
         loaded += [name for name in presets if recipe.trains(name)]
-        model = LoadedModel({name: to_meta(copy.skeleton(name)) for name in loaded}, torch.float32, META)
+        model = LoadedModel({name: copy.skeleton(name) for name in loaded}, torch.float32, META)
         copy.fuse(model, triton=False)
-        losses(copy, model, *inputs_on_meta(copy, _shape(recipe)))
+        with _computing():
+            losses(copy, model, *inputs_on_meta(copy, _shape(recipe)))
 
     configs = [source.settings(name) for name in source.layout.parts]
     if not recipe.spec.trains_on_texts:
@@ -173,14 +180,20 @@ def require_computable(family: ModelFamily, recipe: Recipe) -> None:
         raise ModelError(before.code, before.what, where=before.where, fix=before.fix)
     numbers = () if recipe.spec.trains_on_texts else range(len(family.encoders()))  # no component encodes texts
     try:
-        with torch.no_grad(), Ledger(iter(())), AlwaysTrue():  # the ledger caches shapes of equal operations
-            for number in numbers:
-                _try(source, lambda changed, loaded, at=number: encoded(at, changed, loaded))  # type: ignore[misc]
-            _try(source, passed)
+        for number in numbers:
+            _try(source, lambda changed, loaded, at=number: encoded(at, changed, loaded))  # type: ignore[misc]
+        _try(source, passed)
     except ModelError as error:
         VERDICTS[key] = error
         raise
     VERDICTS[key] = None
+
+
+@contextmanager
+def _computing() -> Iterator[None]:
+    """Compute shapes only. Build modules before: here, Python code handles each operation."""
+    with torch.no_grad(), Ledger(iter(())), AlwaysTrue():  # the ledger caches shapes of equal operations
+        yield
 
 
 def recall(path: Path) -> None:

@@ -1,10 +1,11 @@
-"""Starts to read the base's weights while samples are encoded and the memory of a step is counted."""
+"""Starts to read the base's weights while the base is checked, samples are encoded, and a step's memory is counted."""
 
 from __future__ import annotations
 
 import os
 
 import psutil
+import torch
 
 from lora_rocm.device.device_memory import shares_main_memory
 from lora_rocm.families.base import ModelFamily
@@ -21,6 +22,9 @@ SPARE_BYTES = 4 * 2**30
 
 def read_base_early(start: StartContext, family: ModelFamily) -> None:
     """Start to read the trained components, if main memory also has room for those that encode.
+
+    Components that encode are read before them if their digests are not known. The cache of samples asks for the
+    digests, for which every byte is read, and then the components are loaded.
 
     Without a GPU the threads would take the cores from encoding. A GPU without dedicated memory needs main
     memory for the encoders twice while they are copied. Nothing is read early if an objective compares with
@@ -41,7 +45,18 @@ def read_base_early(start: StartContext, family: ModelFamily) -> None:
     needed_bytes = sum(num_bytes.values()) * start.world.size + SPARE_BYTES
     if psutil.virtual_memory().available < needed_bytes:
         return
-    source = family.source
+    source, trained = family.source, trained_components(family, start.recipe)
     start.session.at_close.callback(source.abandon)
-    for name in trained_components(family, start.recipe):
+    if start.world.is_first:  # the other ranks find its samples
+        for name in family.all_components:
+            if name not in trained and not source.is_digested(name):
+                dtype = family.encoder_dtypes.get(name, torch.float32)
+                source.read_ahead(name, dtype, family.weight_format(name))
+    for name in trained:
         source.read_ahead(name, start.dtype, family.weight_format(name))
+
+
+def keep_trained(start: StartContext, family: ModelFamily) -> None:
+    """Drop components that were read to encode, but not loaded, because all samples are in the cache."""
+    if isinstance(family, TakesSource):
+        family.source.abandon(trained_components(family, start.recipe))

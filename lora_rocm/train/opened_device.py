@@ -7,7 +7,7 @@ the driver loads or compiles it and other Python code can run.
 from __future__ import annotations
 
 from importlib import import_module
-from threading import Thread
+from threading import Event, Thread
 
 import torch
 
@@ -31,16 +31,30 @@ class OpenedDevice:
     def __init__(self, device: torch.device, settings: Settings, recipe: Recipe, context: RunContext) -> None:
         import_module(LATE_IMPORT)
         self._device, self._settings, self._recipe, self._context = device, settings, recipe, context
-        self._found: tuple[torch.dtype, Settings] | Exception | None = None
+        self._dtype: torch.dtype | None = None
+        self._found: Settings | Exception | None = None
+        self._is_open = Event()
         self._thread = Thread(target=self._open, daemon=True, name="device")
         self._thread.start()
 
-    def result(self) -> tuple[torch.dtype, Settings]:
-        """Wait for the device. Return the run's dtype, and the settings without attention backends that are wrong here.
+    def dtype(self) -> torch.dtype:
+        """Wait until the device is open, and return the run's dtype. The test of attention goes on.
+
+        Raises:
+            RuntimeError: the device is full, or reported a fault.
+        """
+        self._is_open.wait()
+        if self._dtype is None and isinstance(self._found, Exception):
+            raise self._found
+        assert self._dtype is not None, "the device is open"
+        return self._dtype
+
+    def settings(self) -> Settings:
+        """Wait for the test of attention. Return the settings without attention backends that are wrong here.
 
         Raises:
             MachineError, CanaryError: attention gives wrong results there (``checked_attention``).
-            RuntimeError: the device is full, or reported a fault.
+            RuntimeError: as ``dtype`` does.
         """
         self._thread.join()
         assert self._found is not None, "the thread has ended"
@@ -55,7 +69,11 @@ class OpenedDevice:
                 torch.cuda.set_device(device)  # each thread has its own current device
             wake(device, settings)
             dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
+            self._dtype = dtype
+            self._is_open.set()
             # Before the first encoder computes with it
-            self._found = dtype, checked_attention(settings, device, (dtype, torch.float32), self._context)
+            self._found = checked_attention(settings, device, (dtype, torch.float32), self._context)
         except Exception as error:  # edge: raised again in the thread that asks for the result
             self._found = error
+        finally:
+            self._is_open.set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,9 +21,11 @@ from lora_rocm.encoded_cache.encode_session import Encoding
 from lora_rocm.errors import DataError
 from lora_rocm.families.base import ModelFamily, family_for
 from lora_rocm.foundation.units import count_text
+from lora_rocm.kernels.backend import available
 from lora_rocm.loader.batches import BatchPlan, Prepared, open_workers, prepare
 from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.optim.schedule import length_text
+from lora_rocm.processes.jobs import CountRequest
 from lora_rocm.recipe.process_sections import RuntimeSection
 from lora_rocm.rundir.checkpoint_record import Position
 from lora_rocm.rundir.event_types import DataEvent, StepEvent
@@ -38,19 +40,23 @@ from lora_rocm.train.checkpoint import Checkpoint, discard_newer, restore_thread
 from lora_rocm.train.class_images import with_class_images
 from lora_rocm.train.context import Data, StartContext, captures, encoder_placement, transfer_of
 from lora_rocm.train.disk_forecast import CacheRoom, DiskForecast
-from lora_rocm.train.early_base import read_base_early
+from lora_rocm.train.early_base import keep_trained, read_base_early
 from lora_rocm.train.guard import CacheGuard, Guard
 from lora_rocm.train.hooks import TensorBoard, Validation
 from lora_rocm.train.input_start import start_from_inputs
 from lora_rocm.train.load_model import choose_kernels, choose_memory, compilers_of, kernels_fact, load_model
 from lora_rocm.train.lost_images import DataOfCheckpoint, data_of_checkpoint
+from lora_rocm.train.opened_device import OpenedDevice
 from lora_rocm.train.start_encoder import start_encoders
 from lora_rocm.train.usable import require_startable, require_usable
 from lora_rocm.train.watched import prepare_watched
 
 
-def train(start: StartContext) -> tuple[bool, int]:
-    """Run all phases; return whether training is complete, and the number of updates made."""
+def train(start: StartContext, opened: OpenedDevice | None = None) -> tuple[bool, int]:
+    """Run all phases; return whether training is complete, and the number of updates made.
+
+    ``opened``: tests attention while the base is checked. Its settings replace those of ``start``.
+    """
     session, recipe, checkpoint = start.session, start.recipe, start.checkpoint
     if start.world.is_first:
         board = TensorBoard(session.run_dir.tensorboard, start.context, session.run_dir.events(SUPERVISOR))
@@ -65,7 +71,7 @@ def train(start: StartContext) -> tuple[bool, int]:
     if checkpoint is not None and not start.accept_changes:
         checkpoint.require_ranks(start.world.size)
     # Caches, then base model, adapter and optimizer
-    with compilers_of(start) as compilers:
+    with ExitStack() as until_loaded:
         with session.phase("cache"):
             is_new = checkpoint is None  # a resumed run has computed with its base before
             if is_new:
@@ -73,7 +79,10 @@ def train(start: StartContext) -> tuple[bool, int]:
             read_base_early(start, family)
             if is_new:
                 start.world.first("the base", lambda: _require_trainable(start, family))
+            start = _with_tested_attention(start, opened)
+            compilers = until_loaded.enter_context(compilers_of(start))
             data = start.world.in_turn("caches", lambda: prepare_data(start, family))
+            keep_trained(start, family)
             start.world.require_same("the training data", {"samples": data.identity()})
         with session.phase("load"):
             artifacts, position = load(start, family, data, compilers)
@@ -98,13 +107,15 @@ def train(start: StartContext) -> tuple[bool, int]:
     return finished, position.updates
 
 
-def prepare_without_training(start: StartContext) -> None:
+def prepare_without_training(start: StartContext, opened: OpenedDevice | None = None) -> None:
     """Fill the caches, and compile and check the kernels of the largest step, as ``train`` would."""
     session, family = start.session, family_for(start.recipe)
     compilation.how_asked(start.recipe.runtime.compile, start.device)
-    with compilers_of(start) as compilers:
+    with ExitStack() as until_loaded:
         with session.phase("cache"):
             _require_trainable(start, family)
+            start = _with_tested_attention(start, opened)
+            compilers = until_loaded.enter_context(compilers_of(start))
             data = prepare_data(start, family)
         data.workers.close()
         with session.phase("load"):
@@ -112,6 +123,15 @@ def prepare_without_training(start: StartContext) -> None:
             choose_kernels(start, memory, compilers, waits=True)
             if compilers is not None:
                 compilers.wait_for_step(lambda: start.context.beat("load"))
+
+
+def _with_tested_attention(start: StartContext, opened: OpenedDevice | None) -> StartContext:
+    """Wait for the test of attention, then let the process count that waits for the settings."""
+    if opened is not None:
+        start = replace(start, settings=opened.settings())
+    if start.counting is not None and available(start.device):  # the process sees no GPU, and counts Triton kernels
+        start.counting.ask(CountRequest(str(start.dtype).removeprefix("torch."), start.settings.to_text()))
+    return start
 
 
 def _require_trainable(start: StartContext, family: ModelFamily) -> None:

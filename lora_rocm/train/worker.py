@@ -32,7 +32,6 @@ from lora_rocm.foundation.packages import imported, versions_of
 from lora_rocm.hardware.ranks import Rank, rank_of
 from lora_rocm.hardware.settings import settings_from
 from lora_rocm.memory.footprint_process import footprint_process
-from lora_rocm.processes.jobs import CountRequest
 from lora_rocm.processes.process import stop_signals
 from lora_rocm.recipe.comparison import shared_values
 from lora_rocm.recipe.load import load_recipe  # recipe: the run's own, for its training
@@ -138,7 +137,6 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
     opening = OpenedDevice(device, settings, recipe, session.context)
     # Heavy imports, only once the lock is held and errors can be recorded
     from lora_rocm.families.base import family_for
-    from lora_rocm.kernels.backend import available
     from lora_rocm.train import pipeline, resume
     from lora_rocm.train.context import StartContext
 
@@ -149,9 +147,9 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
     session.emit(PhaseEvent(phase="imports", state="end", seconds=round(time.time() - BEGAN_S, 3)))
     # Find the checkpoint and announce the start
     with session.phase("start"):
-        dtype, settings = opening.result()
-        if counting is not None and available(device):  # the process sees no GPU, and counts Triton kernels
-            counting.ask(CountRequest(str(dtype).removeprefix("torch."), settings.to_text()))
+        dtype = opening.dtype()
+        if me.size > 1:
+            opening.settings()  # nothing else uses the device while the ranks open their connection
         world = join(me, device, session.context.beat)
         checkpoint = resume.find_checkpoint(session, options.checkpoint)
     session.emit(
@@ -170,10 +168,10 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
         session, recipe, device, dtype, settings, checkpoint, options.accept_changes, options.attempt, world, counting
     )
     if options.prepare:
-        pipeline.prepare_without_training(start)
+        pipeline.prepare_without_training(start, opening)
         finished, updates = True, 0
     else:
-        finished, updates = pipeline.train(start)
+        finished, updates = pipeline.train(start, opening)
     world.close()
     code = 0 if finished else StoppedError.exit_code
     session.emit(EndEvent(reason="done" if finished else "stopped", updates=updates, exit_code=code))

@@ -100,7 +100,9 @@ def test_reading_ends_when_nobody_needs_it() -> None:
             take(name, torch.zeros(1))
         return "digest"
 
-    ReadAhead(Counting(), for_ever).abandon()
+    endless = ReadAhead(Counting(), for_ever)
+    endless.abandon()
+    endless.join()
     taken.clear()
     assembly, sha256 = ReadAhead(Counting(), three).wait()
     assert (taken, sha256, type(assembly)) == (["a", "b", "c"], "digest", Counting)

@@ -40,7 +40,7 @@ def begin(thread):
     thread.join()
     found.append(sorted({*sys.modules} - before))
 threading.Thread.start = begin
-OpenedDevice(torch.device("cpu"), Settings(), recipe, NOBODY).result()
+OpenedDevice(torch.device("cpu"), Settings(), recipe, NOBODY).settings()
 threading.Thread(target=torch.use_deterministic_algorithms, args=(False,)).start()
 print(json.dumps(found))
 """
@@ -66,8 +66,9 @@ def test_it_opens_while_this_thread_goes_on(recipe: Recipe, monkeypatch: pytest.
 
     monkeypatch.setattr(opened_device, "checked_attention", tested)
     opened = OpenedDevice(CPU, PLANNED, recipe, NOBODY)
+    assert opened.dtype() is torch.bfloat16  # known while attention is tested
     goes_on.set()
-    assert opened.result() == (torch.bfloat16, Settings(flash_attention=False)) == opened.result()
+    assert opened.settings() == Settings(flash_attention=False) == opened.settings()
     assert given == [(CPU, (torch.bfloat16, torch.float32))]
 
 
@@ -78,7 +79,8 @@ def test_the_thread_uses_the_gpu_of_its_rank(index: int, recipe: Recipe, monkeyp
     monkeypatch.setattr(opened_device, "wake", lambda *given: None)
     monkeypatch.setattr(opened_device, "checked_attention", lambda settings, *given: settings)
     device = torch.device("cuda", index)
-    assert OpenedDevice(device, PLANNED, recipe, NOBODY).result() == (torch.bfloat16, PLANNED)
+    opened = OpenedDevice(device, PLANNED, recipe, NOBODY)
+    assert (opened.dtype(), opened.settings()) == (torch.bfloat16, PLANNED)
     assert chosen == ([device] if index else [])
 
 
@@ -99,9 +101,11 @@ def test_an_error_reaches_the_start(
 
     monkeypatch.setattr(opened_device, part, fails)
     opened = OpenedDevice(CPU, PLANNED, recipe, NOBODY)
-    with pytest.raises(type(error)) as caught:
-        opened.result()
-    assert caught.value is error
+    asked = [opened.settings] if part == "checked_attention" else [opened.dtype, opened.settings]
+    for ask in asked:
+        with pytest.raises(type(error)) as caught:
+            ask()
+        assert caught.value is error
 
 
 def test_the_thread_imports_nothing() -> None:

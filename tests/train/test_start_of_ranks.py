@@ -145,8 +145,7 @@ def test_other_software_is_refused(
 
 def test_another_number_format_is_refused(material: Path, start: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     formats = (torch.float32, torch.bfloat16)  # a card that computes one that the other does not
-    result = OpenedDevice.result
-    monkeypatch.setattr(OpenedDevice, "result", lambda opened: (formats[start.rank], result(opened)[1]))
+    monkeypatch.setattr(OpenedDevice, "dtype", lambda opened: formats[start.rank])
     ends = start([make_recipe(material, **SHORT)] * 2)
     assert refusals(ends, "software") == ["precision: rank 0 has torch.float32, rank 1 has torch.bfloat16"] * 2
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from lora_rocm.errors import DataError
 from lora_rocm.hardware.settings import Settings
-from lora_rocm.kernels import backend
 from lora_rocm.processes.jobs import CountRequest
 from lora_rocm.rules.mitigations import mitigation_table
 from lora_rocm.rundir.layout import RunDir
@@ -100,15 +100,15 @@ def test_a_step_s_memory_is_counted_while_the_worker_starts(
 ) -> None:
     made, given = list[Counting](), list[object]()
 
-    def train(start: Any) -> tuple[bool, int]:
+    def encodes(start: Any, family: object) -> None:
         given.append(start.counting)
         assert not start.counting.num_closed
-        return True, 0
+        raise DataError("no-data", "", where="", fix="")
 
     monkeypatch.setattr(worker, "footprint_process", lambda *given: made.append(Counting(*given)) or made[-1])
-    monkeypatch.setattr(backend, "available", lambda device: has_kernels)
-    monkeypatch.setattr(pipeline, "train", train)
-    assert worker.main([str(run_dir.path)]) == 0
+    monkeypatch.setattr(pipeline, "available", lambda device: has_kernels)
+    monkeypatch.setattr(pipeline, "prepare_data", encodes)
+    assert worker.main([str(run_dir.path)]) == DataError.exit_code
     (counting,) = made
     recipe, _, on_gpu = counting.given
     assert recipe == recipe_to_train(run_dir) and on_gpu is False

@@ -8,6 +8,7 @@ fetched for use, which bytes they had on the host, and how much device memory th
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +17,14 @@ from torch import Tensor, nn
 
 from lora_rocm.device.allocator import taken_bytes
 from lora_rocm.device.host_threads import threads_of_one_core
-from lora_rocm.device.transfer import GROUP_BYTES, HOST_THREADS, DeviceTransfer, groups_alike, whole_fingerprints
+from lora_rocm.device.transfer import (
+    GROUP_BYTES,
+    HOST_THREADS,
+    DeviceTransfer,
+    Sending,
+    groups_alike,
+    whole_fingerprints,
+)
 
 Ask = Callable[[Sequence[Tensor], int], Tensor]
 """Function that computes fingerprints of tensors on the device. It has the signature of ``whole_fingerprints``."""
@@ -103,18 +111,29 @@ class Resident:
             found: list[int] = whole_fingerprints([named[name].data for name in group], 0).tolist()
             return found
 
-        with threads_of_one_core(HOST_THREADS) as ahead:  # read the next tensors while a group is copied and compared
+        def end(group: Sequence[str], sending: Sending) -> None:
+            for name, arrived in self.transfer.end_alike(sending).items():
+                named[name].data = arrived
+            for name in group:
+                if not named[name].requires_grad:
+                    self._sent[name] = Sent(named[name].dtype, sending.expected[name])
+                    if name in sending.arrived:
+                        self._here[name] = named[name]
+
+        # Threads read the next tensors while one group is copied and the group before it is checked
+        with threads_of_one_core(HOST_THREADS) as ahead, ThreadPoolExecutor(1) as freeing:
+            under_way = list[tuple[Sequence[str], Sending]]()
             for group, sums in zip(groups, ahead.map(on_host, groups), strict=True):
-                expected = dict(zip(group, sums, strict=True))
                 moving = {name: named[name].data for name in group if id(named[name]) not in staying}
-                for name, arrived in self.transfer.send_alike(moving, expected).items():
-                    named[name].data = arrived
-                for name in group:
-                    if not named[name].requires_grad:
-                        self._sent[name] = Sent(named[name].dtype, expected[name])
-                        if name in moving:
-                            self._here[name] = named[name]
-                del moving  # frees the host's copies before the next group is waited for
+                under_way.append((group, self.transfer.begin_alike(moving, dict(zip(group, sums, strict=True)))))
+                del moving
+                if len(under_way) > 1:
+                    before, sending = under_way.pop(0)
+                    end(before, sending)
+                    freeing.submit(sending.tensors.clear)  # the system takes as long to take memory back as to copy it
+                    del sending
+            for before, sending in under_way:
+                end(before, sending)
 
     def give_up(self, ids: Collection[int]) -> None:
         """Stop tracking the tensors with these ids, because they leave the device."""
