@@ -1,12 +1,14 @@
-"""Speed-up by several GPUs, and recovery from a rank killed at a random step, with SDXL at full size, random weights.
+"""Speed-up by several GPUs, and recovery from a rank killed at a random step, with full-size models, random weights.
 
-usage: python benchmarks/scaling.py ROOT [--gpus 2,4] [--batch 4] [--steps 30] [--kill] [--toy] [--json FILE]
+usage: python benchmarks/scaling.py ROOT [--family sdxl|flux-bf16|z-image|llama-nf4] [--gpus 2,4] [--batch 4]
+                                    [--steps 30] [--kill] [--toy] [--json FILE]
 
 Whole runs of ``lora-rocm train``: the command line, the supervisor, the guard, graphs. First each GPU in a separate
 run, all at once; then together. The time per step is the median of the run's own ``step`` events, without the first
 ones. ``--kill``: the largest number of GPUs, once undisturbed and once with a rank ended by SIGKILL, both at the same
 time and with deterministic kernels; the files must be equal. ``--toy`` rehearses on the CPU, over gloo, with the tiny
-model.
+model. ``benchmarks.first_start`` writes base, data and recipe of all
+families but SDXL.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any
 import psutil
 from PIL import Image
 
+from benchmarks.first_start import FAMILIES, Asked, own_recipe, write_inputs
 from lora_rocm.rundir.layout import RunDir
 from tests.event_lines import read_events
 
@@ -37,8 +40,18 @@ BASES = {True: "builtin:tiny-sdxl", False: "random:stabilityai/stable-diffusion-
 Row = dict[str, Any]
 
 
-def write_recipe(root: Path, *, toy: bool) -> Path:
+def write_recipe(root: Path, family: str, *, toy: bool) -> Path:
     """Write a recipe with one bucket of square images, without previews and validation samples."""
+    if family != "sdxl":
+        root.mkdir(parents=True, exist_ok=True)
+        asked = Asked(root, family, toy, limit_s=DEADLINE_S)
+        write_inputs(asked)
+        recipe = own_recipe(asked)
+        sections = json.loads(recipe.read_text(encoding="utf-8"))  # json: written by this program
+        sections["runtime"] = {"self_test": "no", **({"device": "cpu", "threads": 1} if toy else {})}
+        sections["output"] = {"save_every_n_steps": 1000}
+        recipe.write_text(json.dumps(sections), encoding="utf-8")
+        return recipe
     side_px = 64 if toy else 1024
     images = root / "images"
     images.mkdir(parents=True, exist_ok=True)
@@ -210,6 +223,7 @@ def main() -> int:
     """Measure and print; exit code 0 if the killed run gave the same bytes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("root", type=Path)
+    parser.add_argument("--family", default="sdxl", choices=tuple(FAMILIES))
     parser.add_argument("--gpus", default="2", help="numbers of GPUs, with commas between")
     parser.add_argument("--batch", type=int, default=4, help="samples of one forward pass on each GPU")
     parser.add_argument("--steps", type=int, default=30)
@@ -220,7 +234,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     root = options.root.absolute()
-    recipe = write_recipe(root, toy=options.toy)
+    recipe = write_recipe(root, options.family, toy=options.toy)
     counts = [int(word) for word in options.gpus.split(",") if word]
     # each GPU alone
     alone = measure_alone(recipe, root, max(counts), options.batch, options.steps)

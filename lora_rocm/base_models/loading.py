@@ -30,7 +30,7 @@ from lora_rocm.base_models.assembly import Assembly
 from lora_rocm.base_models.config_faults import UNFIT_ERRORS, config_unfit
 from lora_rocm.base_models.conversion import Converter, TensorMapping, UnfitError, is_source, sources_of
 from lora_rocm.base_models.meta_components import Finish, meta_copy, shared_meta_component
-from lora_rocm.base_models.read_ahead import ReadAhead
+from lora_rocm.base_models.read_ahead import ReadAheads
 from lora_rocm.base_models.run_folder import refuse_run
 from lora_rocm.base_models.safetensors_file import digest, read_hashed
 from lora_rocm.base_models.stored_weights import ComponentTensors
@@ -49,12 +49,8 @@ from lora_rocm.model_files.storage_formats import QUANTISED_KEYS
 
 NAMES_CODE = "_implementation"  # ending of config keys that choose an implementation, possibly code on the hub
 VOLATILE_CONFIG_KEYS = (
-    "_name_or_path",
-    "_diffusers_version",
-    "transformers_version",
-    "torch_dtype",
-    "dtype",
-    "_class_name",
+    *("_name_or_path", "_class_name", "torch_dtype", "dtype"),
+    *("_diffusers_version", "transformers_version"),
 )
 
 
@@ -72,8 +68,6 @@ class ModelChoice(Protocol):
 
 
 Changes = Callable[[Config, Mapping[str, Sequence[int]]], dict[str, Any]]
-Wanted = tuple[str, torch.dtype, WeightFormat]
-"""A component to load: its name, the dtype of its dense tensors, and the storage format of its layers."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +148,7 @@ class BaseSource:
     _configs: dict[str, dict[str, object]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _digests: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
     _tensors: dict[str, ComponentTensors] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _ahead: dict[Wanted, ReadAhead] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _ahead: ReadAheads = field(default_factory=ReadAheads, init=False, repr=False, compare=False)
 
     @cached_property
     def single_header(self) -> TensorFileHeader | None:
@@ -240,32 +234,30 @@ class BaseSource:
         return hashlib.sha256((self.settings(name) + self._digest(name)).encode()).hexdigest()
 
     def _digest(self, name: str) -> str:
-        if name not in self._digests:
+        if not self.is_digested(name):
             headers, prefix = self.weights(name)
-            version = WeightsVersion(prefix, tuple(header.version for header in headers))
-            known = self._recalled(version)
-            if known is None:
-                ahead = next((each for wanted, each in self._ahead.items() if wanted[0] == name), None)
-                known = digest(headers, lambda key: key.startswith(prefix)) if ahead is None else ahead.wait()[1]
-                self._remember(version, known)
-            self._digests[name] = known
+            ahead = self._ahead.of(name)
+            sha256 = digest(headers, lambda key: key.startswith(prefix)) if ahead is None else ahead.wait()[1]
+            self._remember(name, sha256)
         return self._digests[name]
 
     def is_digested(self, name: str) -> bool:
         """Whether ``fingerprint`` of a component reads no weights, because they were read before."""
-        headers, prefix = self.weights(name)
-        version = WeightsVersion(prefix, tuple(header.version for header in headers))
-        return name in self._digests or self._recalled(version) is not None
+        if name not in self._digests and self.memory is not None:
+            with contextlib.suppress(StorageError):  # the file is read instead
+                if (known := self.memory.recall(self._version(name))) is not None:
+                    self._digests[name] = known
+        return name in self._digests
 
-    def _recalled(self, version: WeightsVersion) -> str | None:
-        with contextlib.suppress(StorageError):  # the file is read instead
-            return self.memory.recall(version) if self.memory is not None else None
-        return None
-
-    def _remember(self, version: WeightsVersion, sha256: str) -> None:
+    def _remember(self, name: str, sha256: str) -> None:
+        self._digests.setdefault(name, sha256)
         if self.memory is not None:
             with contextlib.suppress(StorageError):  # the file is read again next time
-                self.memory.remember(version, sha256)
+                self.memory.remember(self._version(name), sha256)
+
+    def _version(self, name: str) -> WeightsVersion:
+        headers, prefix = self.weights(name)
+        return WeightsVersion(prefix, tuple(header.version for header in headers))
 
     def load(self, name: str, dtype: torch.dtype, device: torch.device, weights: WeightFormat = DENSE) -> nn.Module:
         """Load a component, frozen and in eval mode. Its tensors do not share memory with other components.
@@ -280,14 +272,13 @@ class BaseSource:
             ModelError: weights-damaged, weights-unfit, pickle-refused.
             StorageError: weights-changed.
         """
-        headers, prefix = self.weights(name)
-        ahead = self._ahead.pop((name, dtype, weights), None)
+        ahead = self._ahead.pop((name, dtype, weights))
         if ahead is None:
             assembly = self._assembly(name, dtype, weights)
             sha256 = self._read(name, assembly, assembly.take)
         else:
             assembly, sha256 = ahead.wait()
-        self._require_digest(name, headers, prefix, sha256)
+        self._require_digest(name, sha256)
         return assembly.finished().to(device)
 
     def read_ahead(self, name: str, dtype: torch.dtype, weights: WeightFormat = DENSE) -> None:
@@ -298,20 +289,15 @@ class BaseSource:
         Raises:
             ModelError: weights-damaged, weights-unfit, pickle-refused: from the headers alone.
         """
-        assembly, before = self._assembly(name, dtype, weights), next(reversed(self._ahead.values()), None)
-        ahead = ReadAhead(assembly, lambda take: self._read(name, assembly, take), after=before)
-        self._ahead[name, dtype, weights] = ahead
+        assembly = self._assembly(name, dtype, weights)
+        self._ahead.begin((name, dtype, weights), assembly, lambda take: self._read(name, assembly, take))
 
     def abandon(self, kept: Collection[str] = ()) -> None:
         """Stop to read in the background. Components that nobody loaded are dropped.
 
         ``kept``: names of components that will still be loaded.
         """
-        abandoned = [self._ahead.pop(wanted) for wanted in list(self._ahead) if wanted[0] not in kept]
-        for ahead in abandoned:
-            ahead.abandon()
-        for ahead in abandoned:
-            ahead.join()
+        self._ahead.abandon(kept)
 
     def _assembly(self, name: str, dtype: torch.dtype, weights: WeightFormat) -> Assembly:
         tensors = self.tensors(name)
@@ -324,7 +310,7 @@ class BaseSource:
         headers, prefix = self.weights(name)
         return read_hashed(headers, lambda key: key.startswith(prefix), take, assembly.reusable)
 
-    def _require_digest(self, name: str, headers: Sequence[TensorFileHeader], prefix: str, sha256: str) -> None:
+    def _require_digest(self, name: str, sha256: str) -> None:
         """Record the digest of the loaded weights, and refuse them if the files had another digest before.
 
         Raises:
@@ -332,12 +318,12 @@ class BaseSource:
         """
         before = self._digests.setdefault(name, sha256)
         if before != sha256:
-            self._remember(WeightsVersion(prefix, tuple(header.version for header in headers)), sha256)
+            self._remember(name, sha256)
             raise StorageError(
                 "weights-changed",
                 f"The weights of {name} have changed since they were last read. If neither the size nor the times of "
                 "their file changed, the file is damaged or was altered.",
-                where=", ".join(str(header.path) for header in headers),
+                where=", ".join(str(header.path) for header in self.weights(name)[0]),
                 fix="Check the file (download it again, unless you changed it), then run the same command again.",
             )
 

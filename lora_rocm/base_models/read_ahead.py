@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
+import torch
 from torch import Tensor
 
 from lora_rocm.base_models.assembly import Assembly
+from lora_rocm.kernels.weight_format import WeightFormat
 
 Take = Callable[[str, Tensor], None]
+Wanted = tuple[str, torch.dtype, WeightFormat]
+"""A component to load: its name, the dtype of its dense tensors, and the storage format of its layers."""
 
 
 class AbandonedError(Exception):
@@ -45,7 +49,7 @@ class ReadAhead:
         return self._assembly, self._sha256
 
     def abandon(self) -> None:
-        """Tell the reading to end, without waiting: each of its threads reads its present tensor to the end."""
+        """End the reading, without waiting: each of its threads reads its present tensor to the end."""
         self._is_abandoned.set()
 
     def join(self) -> None:
@@ -65,3 +69,31 @@ class ReadAhead:
         if self._is_abandoned.is_set():
             raise AbandonedError
         self._assembly.take(name, tensor)
+
+
+class ReadAheads:
+    """The components of a base that are being read. They are read one after the other."""
+
+    def __init__(self) -> None:
+        self._found: dict[Wanted, ReadAhead] = {}
+
+    def begin(self, wanted: Wanted, assembly: Assembly, read: Callable[[Take], str]) -> None:
+        """Read a component after those that were begun before."""
+        before = next(reversed(self._found.values()), None)
+        self._found[wanted] = ReadAhead(assembly, read, after=before)
+
+    def pop(self, wanted: Wanted) -> ReadAhead | None:
+        """Return a component for its only user; None if it is not being read."""
+        return self._found.pop(wanted, None)
+
+    def of(self, name: str) -> ReadAhead | None:
+        """Return a component of any format that is being read, or None."""
+        return next((found for wanted, found in self._found.items() if wanted[0] == name), None)
+
+    def abandon(self, kept: Collection[str] = ()) -> None:
+        """End the reading of all components but ``kept``, wait for that, and drop them."""
+        abandoned = [self._found.pop(wanted) for wanted in list(self._found) if wanted[0] not in kept]
+        for found in abandoned:
+            found.abandon()
+        for found in abandoned:
+            found.join()

@@ -43,10 +43,11 @@ Looked = TypeVar("Looked")
 READERS = 12  # threads: enough to hash what a fast disk reads, and few enough to limit seeks on a slow one
 RUN_BYTES = 64 << 20  # read by one thread as one task
 PIECE_BYTES = 4 << 20  # read to be hashed alone, into a buffer that stays in the CPU's cache
-READ_BYTES = (
-    64 << 20
-)  # of a tensor that is kept. A thread takes Python's lock for each piece, and every taking delays the
-# thread that starts the run: beside 12 readers, it took 5.7 times as long with pieces of 4 MiB, and 1.1 with these
+READ_BYTES = 64 << 20
+"""Bytes of a tensor that are read, then hashed. A thread takes Python's lock for each piece, and each time delays the
+thread that starts the run. With 12 readers at work, that took 5.7 times as long with pieces of 4 MiB, and 1.1 times
+with these.
+"""
 KOHYA_HASH_OFFSET, KOHYA_HASH_BYTES = 0x100000, 0x10000
 
 

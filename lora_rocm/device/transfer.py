@@ -192,7 +192,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Sending:
-    """Tensors of one shape on their way to the device.
+    """Tensors of one shape that are being copied to the device.
 
     Attributes:
         tensors: on the host, by name.

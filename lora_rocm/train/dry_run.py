@@ -39,8 +39,8 @@ from lora_rocm.memory.op_counter import Ledger
 from lora_rocm.recipe.schema import Recipe
 
 VERDICTS: dict[str, ModelError | None] = {}
-"""Results by base: a process may check the same base many times, once for each variant of its family."""
-KEPT = 50  # bases in the file of ``recall``
+"""Results by ``key_of``: a process may check the same base many times, once for each variant of its family."""
+KEPT = 50  # keys in the file of ``recall``
 SIDE_PX = 256
 NO_NUMBERS = "meta"
 """Word in PyTorch's error if an operation reads a number on the meta device, which has none."""
@@ -166,13 +166,7 @@ def require_computable(family: ModelFamily, recipe: Recipe) -> None:
         with _computing():
             losses(copy, model, *inputs_on_meta(copy, _shape(recipe)))
 
-    configs = [source.settings(name) for name in source.layout.parts]
-    if not recipe.spec.trains_on_texts:
-        configs.append(source.settings("scheduler"))
-    software = (__version__, torch.__version__, *map(version, ("diffusers", "transformers", "peft")))
-    places = (str(source.folder), *map(str, source.own.values()))
-    parts = [*software, recipe.spec.name, recipe.lora.tokenises, *places, *configs]
-    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    key = key_of(source, recipe)
     if key in VERDICTS:
         before = VERDICTS[key]
         if before is None:
@@ -189,6 +183,17 @@ def require_computable(family: ModelFamily, recipe: Recipe) -> None:
     VERDICTS[key] = None
 
 
+def key_of(source: BaseSource, recipe: Recipe, *more: str) -> str:
+    """Return a key for the acceptance of a base: a hash of its place and configs, of the software, and of ``more``."""
+    configs = [source.settings(name) for name in source.layout.parts]
+    if not recipe.spec.trains_on_texts:
+        configs.append(source.settings("scheduler"))
+    software = (__version__, torch.__version__, *map(version, ("diffusers", "transformers", "peft")))
+    places = (str(source.folder), *map(str, source.own.values()))
+    parts = [*software, recipe.spec.name, recipe.lora.tokenises, *places, *configs, *more]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
 @contextmanager
 def _computing() -> Iterator[None]:
     """Compute shapes only. Build modules before: here, Python code handles each operation."""
@@ -197,14 +202,14 @@ def _computing() -> Iterator[None]:
 
 
 def recall(path: Path) -> None:
-    """Accept bases of earlier starts, which ``remember`` wrote, without computing again."""
+    """Accept bases and adapters of earlier starts, which ``remember`` wrote, without computing again."""
     for key in kept_json(path, list):
         if isinstance(key, str):
             VERDICTS.setdefault(key, None)
 
 
 def remember(path: Path) -> None:
-    """Write the bases that this process accepted. Without the file, a start takes a second more."""
+    """Write what this process accepted. Without the file, a start takes two seconds more."""
     kept = kept_json(path, list)
     accepted = [key for key, error in VERDICTS.items() if error is None and key not in kept]
     if accepted:

@@ -40,6 +40,7 @@ from lora_rocm.train.checkpoint import Checkpoint, discard_newer, restore_thread
 from lora_rocm.train.class_images import with_class_images
 from lora_rocm.train.context import Data, StartContext, captures, encoder_placement, transfer_of
 from lora_rocm.train.disk_forecast import CacheRoom, DiskForecast
+from lora_rocm.train.dry_run import TakesSource
 from lora_rocm.train.early_base import keep_trained, read_base_early
 from lora_rocm.train.guard import CacheGuard, Guard
 from lora_rocm.train.hooks import TensorBoard, Validation
@@ -55,7 +56,7 @@ from lora_rocm.train.watched import prepare_watched
 def train(start: StartContext, opened: OpenedDevice | None = None) -> tuple[bool, int]:
     """Run all phases; return whether training is complete, and the number of updates made.
 
-    ``opened``: tests attention while the base is checked. Its settings replace those of ``start``.
+    ``opened``: tests attention while the base is checked. The settings of ``start`` are replaced by its settings.
     """
     session, recipe, checkpoint = start.session, start.recipe, start.checkpoint
     if start.world.is_first:
@@ -136,11 +137,18 @@ def _with_tested_attention(start: StartContext, opened: OpenedDevice | None) -> 
 
 def _require_trainable(start: StartContext, family: ModelFamily) -> None:
     """Refuse a base or a LoRA file that cannot be trained."""
-    accepted = Path(start.recipe.cache.dir) / "accepted_bases.json"
+    recipe, accepted = start.recipe, Path(start.recipe.cache.dir) / "accepted_bases.json"
     dry_run.recall(accepted)
-    base = require_usable(family, start.recipe)
+    base = require_usable(family, recipe)
+    key = ""
+    if recipe.lora.init_from is None and recipe.model.training_adapter is None and isinstance(family, TakesSource):
+        sections = (section.model_dump_json() for section in (recipe.model, recipe.lora))
+        key = dry_run.key_of(family.source, recipe, *sections, str(start.dtype))
+    if not key or key not in dry_run.VERDICTS:
+        require_startable(family, recipe, base.skeletons, start.dtype)
+        if key:
+            dry_run.VERDICTS[key] = None
     dry_run.remember(accepted)
-    require_startable(family, start.recipe, base.skeletons, start.dtype)
 
 
 def _notify_other_length(start: StartContext, updates: int, max_train_steps: int) -> None:

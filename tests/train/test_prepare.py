@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from lora_rocm.checks.kernel_choice import KernelChoice
 from lora_rocm.commands.prepare import PrepareResult, render
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.train import pipeline, worker
+from lora_rocm.train import dry_run, pipeline, worker
 from lora_rocm.train.session import Session
 from tests.event_lines import read_events
 from tests.train.runs import CPU, bytes_of, dumped, make_recipe, material, start, straight
@@ -57,6 +58,30 @@ def test_a_run_afterwards_encodes_nothing_and_gives_the_same_bytes(
     assert not encoded(RunDir(tmp_path / "run")) and asked[1] == kernel_choice.LIMIT_S
     shutil.rmtree(tmp_path / "cache")
     assert encoded(prepared(recipe, tmp_path / "again")) == BOTH, "the control"
+
+
+def test_adapters_of_an_earlier_start_are_not_attached_twice(
+    material: Path, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next process accepts them by a file in the cache. Other targets and adapters from a file are attached."""
+    attached, require, cache = list[object](), pipeline.require_startable, {"dir": str(tmp_path / "cache")}
+
+    def counted(*given: Any) -> object:
+        attached.append(1)
+        return require(*given)
+
+    def times(name: str, **changed: Any) -> int:
+        dry_run.VERDICTS.clear()  # as in a new process
+        attached.clear()
+        prepared(make_recipe(material, cache=cache, **changed), tmp_path / name)
+        return len(attached)
+
+    monkeypatch.setattr(pipeline, "require_startable", counted)
+    monkeypatch.setattr(pipeline, "choose_kernels", lambda *given, **how: None)
+    assert [times("first"), times("second"), times("other", lora={"rank": 3})] == [1, 0, 1]
+    from_file = {"rank": 2, "init_from": str(next(straight.rglob("*.safetensors")))}
+    assert [times("from a file", lora=from_file), times("again", lora=from_file)] == [1, 1]
+    dry_run.VERDICTS.clear()
 
 
 def test_the_worker_ends_without_training(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
