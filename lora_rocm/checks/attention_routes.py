@@ -3,8 +3,9 @@
 An attention library can return zeros without an error, or fail only when it is called (ROCm/aotriton#210,
 ComfyUI#15647). It can also fail for one memory layout alone, so it is tried with the layouts of our
 models (``attention_layouts``). A wrong route is reported and disabled in this process, so that torch chooses another
-one. A change event is also emitted, so that later runs on this machine do not use the route. The self-test covers more
-shapes, but runs at most once per software stack of a machine.
+one. A change event is also emitted, so that later runs on this machine do not use the route. If all routes are correct,
+that is recorded, and a start with the same code, libraries, driver, GPU and settings does not test them again. The
+self-test covers more shapes.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from lora_rocm.checks.attention_layouts import IN_MODELS
+from lora_rocm.checks.kernel_proof import Proof
 from lora_rocm.checks.selftest_attention import DEFAULT, attention
 from lora_rocm.checks.selftest_base import NotHereError, WrongAnswerError, device_works, synchronize
 from lora_rocm.device.attention import ROUTES, enable, hold_out
-from lora_rocm.device.precision import FLOATS
+from lora_rocm.device.precision import FLOATS, describe
 from lora_rocm.errors import CanaryError, MachineError
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.rules.mitigations import change_event
@@ -27,6 +30,8 @@ from lora_rocm.rundir.event_types import ChangeEvent
 from lora_rocm.rundir.run_context import RunContext
 
 TRIED_ON = ("cuda",)
+TESTED_BY = ("attention_routes", "selftest_attention")
+"""The modules with the test. A record is valid only for their code, and the code that they import from this package."""
 SHAPES = {64: ((1, 2, 80, 77, False),), 128: ((1, 2, 80, 80, True),)}
 """Test shapes (samples, heads, queries, keys, causal), keyed by head dimension. They are small enough that all routes
 take a few milliseconds.
@@ -44,8 +49,8 @@ def checked_attention(
 ) -> Settings:
     """Test the routes that the settings allow, in each dtype, and disable the wrong ones.
 
-    Return the settings without them. Routes are tested only on a GPU. On every device, the canary tests the route that
-    torch chooses.
+    Return the settings without them. Routes are tested only on a GPU, and only where no earlier start found all of them
+    correct. On every device, the canary tests the route that torch chooses.
 
     Raises:
         MachineError: every route is wrong, or torch still chooses a wrong one after the others were disabled.
@@ -53,10 +58,23 @@ def checked_attention(
     """
     if device.type not in TRIED_ON:
         return settings
-    # Try each enabled route
     names = [name for name, dtype in FLOATS.items() if dtype in dtypes]
     never_taken = set() if settings.attention in CUDNN_WAYS else {"cudnn"}
     enabled = [route for route in ROUTES if _is_enabled(route) and route not in never_taken]
+    about = f"attention of {describe(device)}: {settings.attention}, {', '.join(enabled)}, {', '.join(names)}"
+    proof = Proof(dtypes[0], about, TESTED_BY, folder=Path(__file__).parent)
+    if proof.is_known:
+        return settings
+    found = _tested(enabled, names, settings, device, context)
+    if found is settings:
+        proof.keep()
+    return found
+
+
+def _tested(
+    enabled: Sequence[str], names: Sequence[str], settings: Settings, device: torch.device, context: RunContext
+) -> Settings:
+    """Return the settings without wrong routes, or the same object if all enabled routes are correct."""
     wrong, right = dict[str, str](), list[str]()
     for route in enabled:
         fault = _fault(route, device, names)

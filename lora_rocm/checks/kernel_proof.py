@@ -1,4 +1,4 @@
-"""Records that a Triton kernel computed correctly on this machine.
+"""Records that a Triton kernel, or attention, computed correctly on this machine.
 
 A record is valid until the code, the libraries, the driver, the GPU or relevant environment variables change.
 """
@@ -36,10 +36,10 @@ class Proof:
     Args:
         dtype: the run's dtype.
         case: the case as text: its name, its shapes and the code of its check.
-        modules: names of the modules in ``folder`` with the kernel and its plain implementation. The record depends on
-            their code and on the modules in the folder that they import, but not on other kernels.
+        modules: names of the modules in ``folder`` with the kernel and its plain implementation, or with the test. The
+            record depends on their code and on the modules in the folder that they import, but not on other kernels.
         environ: the environment of this process. Nothing is recorded if it lacks the parent's key of driver and GPU.
-        folder: folder with the kernels' modules.
+        folder: folder with the modules.
     """
 
     def __init__(

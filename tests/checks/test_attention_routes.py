@@ -21,6 +21,7 @@ from lora_rocm.device.attention import context_of
 from lora_rocm.device.backend_settings import apply
 from lora_rocm.errors import CanaryError, MachineError, StoppedError
 from lora_rocm.hardware.settings import Settings
+from lora_rocm.hardware.software_stack import STACK
 from lora_rocm.rules import mitigation_store
 from lora_rocm.rules.environment import plan
 from lora_rocm.rundir.layout import RunDir
@@ -152,6 +153,39 @@ def test_a_device_that_is_lost_begins_again_without_the_route(monkeypatch: pytes
     with pytest.raises(CanaryError):
         checked_attention(Settings(), CPU, (torch.float32,), RunContext(emit=events.append))
     assert [event.id for event in events] == ["attention-flash-off"]
+
+
+def test_routes_that_an_earlier_start_found_right_are_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are tried with another driver, variable, dtype or setting, where one was wrong, and by other code."""
+    monkeypatch.setenv("LORA_ROCM_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv(STACK, "driver 1, GPU 1")
+    calls = spoil(monkeypatch, (), zeros)
+
+    def tries(settings: Settings = PLANNED) -> bool:
+        calls.clear()
+        look(settings)
+        return bool(calls)
+
+    assert [tries(), tries()] == [True, False]
+    with monkeypatch.context() as patch:
+        patch.setenv(STACK, "driver 2, GPU 1")
+        wrong = spoil(patch, ("flash",), zeros)
+        assert look()[1] and wrong
+        wrong.clear()
+        assert look()[1] and wrong, "a wrong result is not recorded"
+    for variable in ("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", STACK):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, "1")
+            assert [tries(), tries()] == [True, False]
+    assert [tries(Settings(attention="math")), tries(Settings(attention="math")), tries()] == [True, False, False]
+    with monkeypatch.context() as patch:
+        patch.setattr(attention_routes, "TESTED_BY", (*attention_routes.TESTED_BY, "canary"))
+        assert tries(), "the code counts"
+    calls.clear()
+    checked_attention(Settings(), CPU, (torch.float32,), RunContext(emit=lambda event: None))
+    assert calls, "the dtype counts"
 
 
 def test_plain_attention_alone_is_tried_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
