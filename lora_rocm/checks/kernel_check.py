@@ -17,8 +17,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from lora_rocm.checks.eight_bit_cases import rows_of, sums_of, turned_of
 from lora_rocm.checks.kernel_proof import Proof, source_of
+from lora_rocm.checks.packed_cases import EXACT, codes_of, packed_products
 from lora_rocm.checks.selftest_base import Check, WrongAnswerError, poison
 from lora_rocm.checks.selftest_base import first_wrong as first_wrong_of
 from lora_rocm.device.torch_errors import device_fault, out_of_memory
@@ -27,7 +27,6 @@ from lora_rocm.kernels.fingerprint import add_fingerprints, compare, renew
 from lora_rocm.kernels.fingerprint_weights import TILE
 from lora_rocm.kernels.gated import activated, gated
 from lora_rocm.kernels.norms import Branch, RowNorm, add_branch, add_layer_norm, add_norm, group_norm, residual
-from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.rotary import Rotation, norm_rotary
 from lora_rocm.kernels.token_loss import to_loss_gradient
 
@@ -68,6 +67,10 @@ class Case:
     norm: Callable[[], nn.Module] | None = None
     mean: float = 0.0
 
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        return (self.kernel,)
+
     def __str__(self) -> str:
         return f"{self.name} of {' and '.join('x'.join(map(str, shape)) for shape in self.shapes)}"
 
@@ -77,12 +80,12 @@ class ExactCase:
     """A call of integer kernels, for which both implementations must give identical results.
 
     run: function (implementation, device) -> outputs by name.
-    kernel: name of the kernels (see ``backend.launches``).
+    kernels: names of the kernels, all of one module (see ``backend.launches``). Other cases may run all but the first.
     """
 
     name: str
     run: Callable[[Implementation, torch.device], dict[str, Tensor]]
-    kernel: str = "fingerprint.add_fingerprints: int32"
+    kernels: tuple[str, ...] = ("fingerprint.add_fingerprints: int32",)
 
     def __str__(self) -> str:
         return self.name
@@ -224,19 +227,6 @@ def _residual(implementation: Implementation, norm: nn.GroupNorm, x: Tensor, y: 
     return residual(x, y, norm.bias, implementation)
 
 
-def _packed_product(
-    name: str, implementation: Implementation, norm: None, x: Tensor, outputs: int = 64, compute: str = "bf16"
-) -> Tensor:
-    rng = torch.Generator(x.device).manual_seed(SEED)
-    weight_OI = torch.randn(outputs, x.shape[1], generator=rng, device=x.device).bfloat16()
-    layer = nn.Linear(x.shape[1], outputs, bias=False, device="meta")
-    layer.weight = nn.Parameter(weight_OI.to(x.dtype), requires_grad=False)
-    packed = quantised(name, "", compute).packed(layer)
-    packed.implementation = implementation
-    found: Tensor = packed(x)
-    return found
-
-
 def _fingerprints(implementation: Implementation, device: torch.device) -> dict[str, Tensor]:
     """Run all fingerprint kernels on buffers, one with a wrong fingerprint, and return their results by name."""
     rng = torch.Generator().manual_seed(SEED)
@@ -266,7 +256,7 @@ def _heads(dim: int) -> Callable[[], nn.Module]:
 
 
 EIGHT_BITS = ("int8", "fp8")
-PACKED = {name: partial(_packed_product, name) for name in ("int8", "fp8", "nf4")}
+PACKED = {name: partial(packed_products, name) for name in ("int8", "fp8", "nf4")}
 SMALL: tuple[Case, ...] = (
     Case("GEGLU", "gated.gated: gelu", _gate, ((3, 5, 140),)),
     Case(
@@ -399,9 +389,8 @@ LARGE: tuple[Case, ...] = (
     replace(SMALL[27], shapes=(*[(127, 4096)] * 2, (4096,))),
     replace(SMALL[28], shapes=(*[(3, 21, 3840)] * 2, (3, 3840))),
     *(
-        Case(f"product of {name}", f"quantised.unpack: {name}", run, (shape,))
+        Case(f"product of {name}", f"quantised.unpack: {name}", run, ((1, 1152), (1024, 320)))
         for name, run in PACKED.items()
-        for shape in ((1, 1152), (1024, 320))
     ),
 )
 """Cases with the widths of an SDXL UNet and of transformers, for which Triton generates different code. The largest
@@ -436,18 +425,15 @@ IN_FP16 = (
 
 
 IN_EIGHT_BITS: tuple[Case | ExactCase, ...] = (
-    *(ExactCase(f"rows in {name}", partial(rows_of, name), f"eight_bit.scaled_rows: {name}") for name in EIGHT_BITS),
-    ExactCase("transposed codes", turned_of, "eight_bit.turned: int8"),
-    ExactCase("scaled sums of int8", sums_of, "eight_bit.scaled_sums: int8"),
+    *(ExactCase(f"codes and scales of {name}", partial(codes_of, name), kernels) for name, kernels in EXACT.items()),
     *(
         Case(
-            f"product in {name} with {outputs} outputs",
+            f"product in {name} with 64 and 1168 outputs",
             f"eight_bit.product: {name}",
-            partial(_packed_product, name, outputs=outputs, compute=name),
-            (shape,),
+            partial(packed_products, name, outputs=(64, 1168), compute=name),
+            ((37, 144), (1037, 1536)),
         )
         for name in EIGHT_BITS
-        for outputs, shape in ((64, (37, 144)), (1168, (1037, 1536)))
     ),
 )
 """Cases of runs with ``model.compute``. Only a run that names their kernels compares them: some GPUs stop at a product
@@ -464,12 +450,15 @@ def cases_for(kernels: Collection[str] | None, dtype: torch.dtype) -> tuple[Case
     more = IN_FP16 if dtype is torch.float16 else ()
     if kernels is None:
         return (*CASES, *more)
-    every = (*LARGE, FINGERPRINTS, *more, *(case for case in IN_EIGHT_BITS if case.kernel in kernels))
-    functions = {kernel.partition(":")[0] for kernel in {*kernels} - {case.kernel for case in every}}
+    every = (*LARGE, FINGERPRINTS, *more, *(case for case in IN_EIGHT_BITS if case.kernels[0] in kernels))
+    others = {*kernels} - {kernel for case in every for kernel in case.kernels}
+    functions = {kernel.partition(":")[0] for kernel in others}
     return tuple(
         case
         for case in every
-        if case is FINGERPRINTS or case.kernel in kernels or case.kernel.partition(":")[0] in functions
+        if case is FINGERPRINTS
+        or {*case.kernels} & {*kernels}
+        or functions & {kernel.partition(":")[0] for kernel in case.kernels}
     )
 
 
@@ -478,7 +467,7 @@ def proof_of(case: Case | ExactCase, dtype: torch.dtype) -> Proof:
     run = case.run.func if isinstance(case.run, partial) else case.run
     code = [source_of(part) for part in (run, _near, _exact, _KernelInputs, poison)]
     told = [str(case), *code, repr(TOLERANCE[dtype]), repr(getattr(case, "mean", 0.0))]
-    return Proof(dtype, "\n".join(told), [case.kernel.partition(".")[0]])
+    return Proof(dtype, "\n".join(told), [case.kernels[0].partition(".")[0]])
 
 
 def first_wrong(

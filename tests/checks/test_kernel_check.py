@@ -206,10 +206,11 @@ def test_a_case_launches_the_kernels_that_it_names(case: Case) -> None:
     norm = None if case.norm is None else case.norm().to(meta, dtype)
     with backend.kernels_seen() as seen, torch.no_grad():
         if case.kernel.startswith("quantised."):  # numbers cannot be packed without their values
-            layer = torch.nn.Linear(case.shapes[0][1], 64, bias=False, dtype=dtype)
-            packed = quantised(case.kernel.rpartition(" ")[2], "").packed(layer).to(meta)
-            packed.implementation = "triton"
-            packed(torch.empty(case.shapes[0], dtype=dtype, device=meta))
+            for shape in case.shapes:
+                layer = torch.nn.Linear(shape[1], 64, bias=False, dtype=dtype)
+                packed = quantised(case.kernel.rpartition(" ")[2], "").packed(layer).to(meta)
+                packed.implementation = "triton"
+                packed(torch.empty(shape, dtype=dtype, device=meta))
         else:
             case.run("triton", norm, *(torch.empty(shape, dtype=dtype, device=meta) for shape in case.shapes))
     assert seen == {case.kernel}

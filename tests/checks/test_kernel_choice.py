@@ -49,7 +49,7 @@ class Compared:
 
     def __call__(self, device: torch.device, dtype: torch.dtype, cases: Iterable[Case | ExactCase]) -> str | None:
         self.now += 10
-        self.names += [case.kernel for case in cases]
+        self.names += [case.kernels[0] for case in cases]
         return "it has wrong numbers" if self.wrong & {*self.names[-1:]} else None
 
     def choose(self, *kernels: str, **how: Any) -> KernelChoice:
@@ -65,7 +65,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Compared:
 
 def test_what_is_not_proven_in_time_is_plain_in_this_run_and_not_in_the_next(compared: Compared) -> None:
     first = compared.choose(GEGLU, RESIDUAL, SILU, limit_s=15)
-    assert compared.names == [FINGERPRINTS.kernel, GEGLU], "the guard of each step is compared first"
+    assert compared.names == [FINGERPRINTS.kernels[0], GEGLU], "the guard of each step is compared first"
     assert first == KernelChoice(True, (SILU, RESIDUAL))
     assert len(compared.said) == 2 and says(compared.said[1], "checks/not-proven-in-time")
     last = compared.events[-1]
@@ -79,7 +79,7 @@ def test_what_is_not_proven_in_time_is_plain_in_this_run_and_not_in_the_next(com
 
 def test_the_kernels_that_guard_the_state_are_always_compared(compared: Compared) -> None:
     assert compared.choose(GEGLU, limit_s=-1) == KernelChoice(True, (GEGLU,)) and compared.names == [
-        FINGERPRINTS.kernel
+        FINGERPRINTS.kernels[0]
     ]
 
 
@@ -97,7 +97,7 @@ def test_a_resume_keeps_the_decision_on_both_sides_of_a_proof(
     assert backend.decided("triton", lambda: RESIDUAL) == "eager" and not compared.names
     monkeypatch.setenv(STACK, "driver 2, GPU 1")
     assert compared.choose(GEGLU, RESIDUAL, kept=KernelChoice(True), limit_s=0) == KernelChoice(True)
-    assert set(compared.names) == {FINGERPRINTS.kernel, GEGLU, RESIDUAL}, "it waits, despite the limit"
+    assert set(compared.names) == {FINGERPRINTS.kernels[0], GEGLU, RESIDUAL}, "it waits, despite the limit"
     monkeypatch.setenv(STACK, "driver 3, GPU 1")
     assert compared.choose(GEGLU, RESIDUAL, kept=plain) == plain
     assert RESIDUAL not in compared.names, "what stays plain is not compiled"
@@ -197,4 +197,4 @@ def test_a_comparison_launches_kernels_that_the_run_computes_plainly(
 def test_all_kernels_of_the_cases_are_covered() -> None:
     functions = {name.partition(":")[0] for name in CALLS}
     assert functions == {case.kernel.partition(":")[0] for case in SMALL}
-    assert not functions & {name.partition(":")[0] for name in itertools.chain([FINGERPRINTS.kernel])}
+    assert not functions & {name.partition(":")[0] for name in itertools.chain([FINGERPRINTS.kernels[0]])}

@@ -316,7 +316,7 @@ def plainly(kernel: Any, *given: Any) -> Any:
 @pytest.mark.parametrize("fault", ["none", "scale", "column", "few columns", "sign"])
 def test_a_product_of_a_library_that_is_wrong_is_found(name: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Library(monkeypatch).fault = fault
-    cases = [case for case in IN_EIGHT_BITS if case.kernel == f"eight_bit.product: {name}"]
+    cases = [case for case in IN_EIGHT_BITS if case.kernels == (f"eight_bit.product: {name}",)]
     said = first_wrong(torch.device("cpu"), torch.bfloat16, cases)
     assert (said is None) == (fault == "none"), said
 

@@ -26,7 +26,7 @@ GEGLU, LAYER_NORM, SUM_NORM, GROUP_NORM, PLAIN_GROUP_NORM, _, RESIDUAL = range(7
 GELU = next(at for at, case in enumerate(SMALL) if case.name == "GELU")
 NEIGHBOURS, NF4 = (next(at for at, case in enumerate(SMALL) if name in case.name) for name in ("neighbours", "nf4"))
 KNOWN = (*SMALL, *IN_EIGHT_BITS)
-INT8_ROWS, FP8_ROWS, TURNED, INT8_SUMS = range(len(SMALL), len(SMALL) + 4)
+INT8_CODES, FP8_CODES = range(len(SMALL), len(SMALL) + 2)
 
 
 @dataclass(frozen=True)
@@ -117,36 +117,38 @@ SOURCE = (
         "eight_bit_triton",
         "packed, mask=begin + word * 4 < width)",
         "packed)",
-        INT8_ROWS,
+        INT8_CODES,
     ),
     SourceFault(
         "a tile is stored without a mask",
         "eight_bit_triton",
         "tl.trans(low | (high << 16)), mask=tl.trans(inside))",
         "tl.trans(low | (high << 16)))",
-        TURNED,
+        INT8_CODES,
     ),
     SourceFault(
-        "a tile reads one row twice", "eight_bit_triton", "at + 3 * row_words", "at + 2 * row_words", TURNED, None
+        "a tile reads one row twice", "eight_bit_triton", "at + 3 * row_words", "at + 2 * row_words", INT8_CODES, None
     ),
     SourceFault(
-        "codes are in the wrong order", "eight_bit_triton", "<< (8 * byte)", "<< (24 - 8 * byte)", INT8_ROWS, None
+        "codes are in the wrong order", "eight_bit_triton", "<< (8 * byte)", "<< (24 - 8 * byte)", INT8_CODES, None
     ),
     SourceFault(
         "some numbers of int8 are rounded up",
         "eight_bit_triton",
         "(value + 12582912.0)",
         "(value + 0.25 + 12582912.0)",
-        INT8_ROWS,
+        INT8_CODES,
         None,
     ),
-    SourceFault("halves of fp8 are rounded up", "eight_bit_triton", "+ ((size_bits >> 20) & 1)", "+ 1", FP8_ROWS, None),
+    SourceFault(
+        "halves of fp8 are rounded up", "eight_bit_triton", "+ ((size_bits >> 20) & 1)", "+ 1", FP8_CODES, None
+    ),
     SourceFault(
         "small numbers of fp8 are lost",
         "eight_bit_triton",
         "size_bits < 0x3C800000",
         "size_bits < 0x3C000000",
-        FP8_ROWS,
+        FP8_CODES,
         None,
     ),
     SourceFault(
@@ -154,7 +156,7 @@ SOURCE = (
         "eight_bit_triton",
         "tl.where(code == 0, 0, ",
         "tl.where(code < 0, 0, ",
-        FP8_ROWS,
+        FP8_CODES,
         None,
     ),
     SourceFault(
@@ -162,7 +164,7 @@ SOURCE = (
         "eight_bit_triton",
         "peak_bits > tiny_bits",
         "peak_bits >= 0",
-        FP8_ROWS,
+        FP8_CODES,
         None,
     ),
     SourceFault(
@@ -170,18 +172,18 @@ SOURCE = (
         "eight_bit_triton",
         "row * stride + column",
         "row * width + column",
-        FP8_ROWS,
+        FP8_CODES,
         None,
     ),
     SourceFault(
-        "the scale is the first row's", "eight_bit_triton", "tl.load(scale + row)", "tl.load(scale)", INT8_SUMS, None
+        "the scale is the first row's", "eight_bit_triton", "tl.load(scale + row)", "tl.load(scale)", INT8_CODES, None
     ),
     SourceFault(
         "a bias is read without a mask",
         "eight_bit_triton",
         "tl.load(bias + column, mask=inside, other=0.0)",
         "tl.load(bias + column)",
-        INT8_SUMS,
+        INT8_CODES,
     ),
     SourceFault("a wrong sign of a turn", "rotary_triton", "a * c - b * s", "a * c + b * s", NEIGHBOURS, None),
 )
