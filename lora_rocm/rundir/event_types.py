@@ -120,7 +120,8 @@ class PhaseEvent(Event):
         phase: command, imports, start, cache, load, compile, step, checkpoint, preview or export. The phase command
             lasts from the command's first instruction to the worker's first, and imports follows it; neither has a
             begin event. Parts of load have none, either: plan (counting memory), weights (reading), kernels (checking)
-            and placement (sending weights to the device).
+            and placement (sending weights to the device). Parts of cache are attention (waiting for its test) and
+            class-images.
         state: begin or end.
         seconds: duration of the phase, at its end.
     """

@@ -129,7 +129,8 @@ def prepare_without_training(start: StartContext, opened: OpenedDevice | None = 
 def _with_tested_attention(start: StartContext, opened: OpenedDevice | None) -> StartContext:
     """Wait for the test of attention, then let the process count that waits for the settings."""
     if opened is not None:
-        start = replace(start, settings=opened.settings())
+        with start.session.phase("attention"):  # a test that hangs is ended sooner than an encoder that is loaded
+            start = replace(start, settings=opened.settings())
     if start.counting is not None and available(start.device):  # the process sees no GPU, and counts Triton kernels
         start.counting.ask(CountRequest(str(start.dtype).removeprefix("torch."), start.settings.to_text()))
     return start

@@ -26,6 +26,7 @@ from lora_rocm.rules import mitigation_store
 from lora_rocm.rules.environment import plan
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_context import RunContext
+from lora_rocm.supervisor.hang_detection import LIMITS
 from lora_rocm.train import pipeline, standalone, worker
 from tests.event_lines import read_events
 from tests.hardware.situations import situation
@@ -249,6 +250,9 @@ def test_a_worker_without_a_right_route_does_not_begin(run_dir: RunDir, monkeypa
 def test_a_sound_worker_begins_as_planned(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     code, begun = start_worker(run_dir, monkeypatch)
     assert code == StoppedError.exit_code and begun == [Settings()] and read_events(run_dir.events(), "change") == []
+    begins = [event["phase"] for event in read_events(run_dir.events(), "phase") if event["state"] == "begin"]
+    assert begins == ["start", "cache", "attention"]
+    assert "attention" not in LIMITS, "so a test that hangs has the limit of a start"
 
 
 def test_samples_and_chats_do_without_a_wrong_route_too(
