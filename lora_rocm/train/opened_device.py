@@ -25,7 +25,9 @@ LATE_IMPORT = "torch.fx.experimental.symbolic_shapes"
 class OpenedDevice:
     """The device of a start.
 
-    The thread imports no package, because the main thread may be importing the same package and have half of it.
+    The thread imports no package, because the main thread may be importing the same package and have half of it. Until
+    ``settings`` returns, other threads may compute attention only on the meta device: the test switches the backends of
+    the whole process, and meta tensors always have the plain one.
     """
 
     def __init__(self, device: torch.device, settings: Settings, recipe: Recipe, context: RunContext) -> None:
