@@ -40,7 +40,7 @@ class Proofs:
         self.in_time, self.compared, self.wrong = True, list[str](), False
 
     def first_wrong(self, device: torch.device, dtype: torch.dtype, cases: Any) -> str | None:
-        self.compared += [case.kernel for case in cases]
+        self.compared += [kernel for case in cases for kernel in case.kernels]
         return "it has wrong numbers" if self.wrong else None
 
 
