@@ -21,10 +21,11 @@ SPARE_BYTES = 4 * 2**30
 
 
 def read_base_early(start: StartContext, family: ModelFamily) -> None:
-    """Start to read the trained components, if main memory also has room for those that encode.
+    """Start to read the base, as far as main memory has room for it.
 
-    Components that encode are read before them if their digests are not known. The cache of samples asks for the
-    digests, for which every byte is read, and then the components are loaded.
+    Components that encode are read first, if their digests are not known: the cache of samples asks for the digests,
+    for which every byte is read, and then the components are loaded. The trained components follow, if there is room
+    for all.
 
     Without a GPU the threads would take the cores from encoding. A GPU without dedicated memory needs main
     memory for the encoders twice while they are copied. Nothing is read early if an objective compares with
@@ -42,18 +43,18 @@ def read_base_early(start: StartContext, family: ModelFamily) -> None:
         return
     skeletons = {name: family.skeleton(name) for name in family.all_components}
     num_bytes = component_bytes(family, start.recipe, skeletons, start.dtype)
-    needed_bytes = sum(num_bytes.values()) * start.world.size + SPARE_BYTES
-    if psutil.virtual_memory().available < needed_bytes:
-        return
+    room_bytes = psutil.virtual_memory().available - SPARE_BYTES
     source, trained = family.source, trained_components(family, start.recipe)
+    encoding = [name for name in family.all_components if name not in trained]
     start.session.at_close.callback(source.abandon)
-    if start.world.is_first:  # the other ranks find its samples
-        for name in family.all_components:
-            if name not in trained and not source.is_digested(name):
+    if start.world.is_first and room_bytes >= sum(num_bytes[name] for name in encoding):
+        for name in encoding:  # the other ranks find the samples of the first
+            if not source.is_digested(name):
                 dtype = family.encoder_dtypes.get(name, torch.float32)
                 source.read_ahead(name, dtype, family.weight_format(name))
-    for name in trained:
-        source.read_ahead(name, start.dtype, family.weight_format(name))
+    if room_bytes >= sum(num_bytes.values()) * start.world.size:
+        for name in trained:
+            source.read_ahead(name, start.dtype, family.weight_format(name))
 
 
 def keep_trained(start: StartContext, family: ModelFamily) -> None:

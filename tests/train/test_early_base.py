@@ -18,7 +18,7 @@ from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.train import early_base
 from lora_rocm.train.dry_run import MetaPlacement
-from lora_rocm.train.usable import trained_components
+from lora_rocm.train.usable import component_bytes, trained_components
 from tests.tiny_flux import write_tiny_flux
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
 
@@ -118,6 +118,25 @@ def test_a_first_start_reads_each_component_once(family: str, name: str, reads: 
     trained = trained_components(used, recipe)
     assert early == Counter(used.all_components) and reads[-1] in trained
     assert plain - early == Counter(f"{name} alone" for name in used.all_components if name not in trained)
+
+
+def test_what_encodes_is_read_where_there_is_no_room_for_all(
+    model: Path, tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = family_for(recipe_of("sdxl", str(model), tmp_path / "no cache"))
+    skeletons = {name: family.skeleton(name) for name in family.all_components}
+    num_bytes = component_bytes(family, family.recipe, skeletons, torch.bfloat16)
+    all_bytes, alone = early_base.SPARE_BYTES + sum(num_bytes.values()), list[set[str]]()
+    for room in (all_bytes, all_bytes - 1, all_bytes - num_bytes["unet"] - 1):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda room=room: SimpleNamespace(available=room))
+        recipe = recipe_of("sdxl", str(model), tmp_path / str(room))
+        start, used = start_of(recipe), family_for(recipe)
+        reads.clear()
+        early_base.read_base_early(start, used)
+        assert all(used.source.fingerprint(name) for name in num_bytes)
+        alone.append({name.partition(" ")[0] for name in reads if name.endswith("alone")})
+        start.session.at_close.close()
+    assert alone == [set(), {"unet"}, {*num_bytes}]
 
 
 def test_only_the_first_rank_reads_what_encodes(model: Path, tmp_path: Path, reads: list[str]) -> None:
