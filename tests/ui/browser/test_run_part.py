@@ -135,3 +135,4 @@ def test_a_run_that_disappears_is_named(tab: Tab) -> None:
     page.locator("#problem .problem").wait_for()
     assert "no-run" in page.locator("#problem").inner_text()
     tab.expect(404)
+    tab.expect("/runs/picture")  # the page may ask for a picture that has just gone
