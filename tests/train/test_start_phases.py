@@ -17,7 +17,8 @@ from tests.tiny_models import SHALLOW, write_tiny_sdxl
 
 BEFORE_STEPS = ("command", "imports", "start", "cache", "load")
 PARTS_OF_LOAD = ("plan", "weights", "kernels", "placement")
-DELAY_S, ALLOWED_S = 1.0, 0.5
+DELAY_S, ALLOWED = 1.0, 0.2
+"""``ALLOWED``: seconds without a name, as a fraction of all seconds, because a busy machine takes longer."""
 
 
 def test_only_a_delay_between_two_phases_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,4 +46,4 @@ def test_only_a_delay_between_two_phases_has_no_name(tmp_path: Path, monkeypatch
     named_s = sum(ends[phase] for phase in BEFORE_STEPS) + first_step - begins["step"]
     parts_s = [ends[part] for part in PARTS_OF_LOAD]
     assert 0 < sum(parts_s) <= ends["load"] + 0.01
-    assert DELAY_S <= first_step - began_s - named_s < DELAY_S + ALLOWED_S
+    assert DELAY_S <= first_step - began_s - named_s < DELAY_S + ALLOWED * (first_step - began_s)
