@@ -255,7 +255,6 @@ def _heads(dim: int) -> Callable[[], nn.Module]:
     return lambda: nn.RMSNorm(dim)
 
 
-EIGHT_BITS = ("int8", "fp8")
 PACKED = {name: partial(packed_products, name) for name in ("int8", "fp8", "nf4")}
 SMALL: tuple[Case, ...] = (
     Case("GEGLU", "gated.gated: gelu", _gate, ((3, 5, 140),)),
@@ -433,7 +432,7 @@ IN_EIGHT_BITS: tuple[Case | ExactCase, ...] = (
             partial(packed_products, name, outputs=(64, 1168), compute=name),
             ((37, 144), (1037, 1536)),
         )
-        for name in EIGHT_BITS
+        for name in EXACT
     ),
 )
 """Cases of runs with ``model.compute``. Only a run that names their kernels compares them: some GPUs stop at a product

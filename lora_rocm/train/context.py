@@ -16,6 +16,7 @@ from lora_rocm.hardware.settings import Settings
 from lora_rocm.loader.batches import BatchPlan, Prepared
 from lora_rocm.loader.worker_pool import LoaderWorkers
 from lora_rocm.memory.footprint_process import FootprintProcess
+from lora_rocm.processes.jobs import CountRequest
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.run_context import RunContext
 from lora_rocm.train.checkpoint import Checkpoint
@@ -52,6 +53,11 @@ class StartContext:
     @property
     def context(self) -> RunContext:
         return self.session.context
+
+    @property
+    def count_request(self) -> CountRequest:
+        """The dtype and settings for which ``counting`` counts. Wait for the test of attention before."""
+        return CountRequest(str(self.dtype).removeprefix("torch."), self.settings.to_text())
 
 
 @dataclass

@@ -34,7 +34,7 @@ from lora_rocm.memory.footprint import largest_of
 from lora_rocm.memory.footprint_process import FootprintProcess, can_help
 from lora_rocm.memory.manager import MemoryManager, decide
 from lora_rocm.model_files.adapter_contents import IMPLAUSIBLE
-from lora_rocm.processes.jobs import CountRequest, StepLaunches
+from lora_rocm.processes.jobs import StepLaunches
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.recipe_file import recipe_to_train
 from lora_rocm.train import compilation
@@ -134,7 +134,7 @@ def _launches_of_step(start: StartContext) -> StepLaunches | None:
             return None
         counting = FootprintProcess(recipe_to_train(start.session.run_dir))
         start.session.at_close.callback(counting.close)
-        counting.ask(CountRequest(str(start.dtype).removeprefix("torch."), start.settings.to_text()))
+        counting.ask(start.count_request)
     return counting.launches()
 
 

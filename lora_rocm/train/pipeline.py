@@ -25,7 +25,6 @@ from lora_rocm.kernels.backend import available
 from lora_rocm.loader.batches import BatchPlan, Prepared, open_workers, prepare
 from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.optim.schedule import length_text
-from lora_rocm.processes.jobs import CountRequest
 from lora_rocm.recipe.process_sections import RuntimeSection
 from lora_rocm.rundir.checkpoint_record import Position
 from lora_rocm.rundir.event_types import DataEvent, StepEvent
@@ -132,7 +131,7 @@ def _with_tested_attention(start: StartContext, opened: OpenedDevice | None) -> 
         with start.session.phase("attention"):  # a test that hangs is ended sooner than an encoder that is loaded
             start = replace(start, settings=opened.settings())
     if start.counting is not None and available(start.device):  # the process sees no GPU, and counts Triton kernels
-        start.counting.ask(CountRequest(str(start.dtype).removeprefix("torch."), start.settings.to_text()))
+        start.counting.ask(start.count_request)
     return start
 
 
