@@ -440,6 +440,16 @@ def output_faults(module: Module) -> Iterator[str]:
             yield f"{module.name}:{getattr(node, 'lineno', 0)} uses {text}; an Output is there for it"
 
 
+def warning_faults(module: Module) -> Iterator[str]:
+    """A change of the filters of warnings, which all threads share, outside the module that has them for one thread."""
+    if module.name == f"{PACKAGE}.foundation.quiet":
+        return
+    for node in module.nodes:
+        word = next(iter(_words_of(node)), "")
+        if word in ("catch_warnings", "simplefilter", "filterwarnings", "resetwarnings", "showwarning"):
+            yield f"{module.name}:{getattr(node, 'lineno', 0)} {word} changes other threads too; Quiet does not"
+
+
 RULES: list[tuple[Callable[[Module], Iterator[str]], bool]] = [  # rule, does it hold for scripts too
     (arrow_faults, False),
     (family_faults, False),
@@ -455,6 +465,7 @@ RULES: list[tuple[Callable[[Module], Iterator[str]], bool]] = [  # rule, does it
     (memory_faults, False),
     (output_faults, False),
     (json_faults, False),
+    (warning_faults, False),
 ]
 
 
@@ -566,6 +577,8 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
         bad(json_faults, "model_files.config_file", "a = 1  # json: a library prints it"),
         bad(broad_except_faults, "train.loop", "try:\n    f()\nexcept Exception:  # edge: ok\n    raise"),
         bad(memory_faults, "device.placement.offloaded", "torch.cuda.set_per_process_memory_fraction(0.5)"),
+        bad(warning_faults, "checks.x", "with warnings.catch_warnings():\n    f()"),
+        bad(warning_faults, "checks.x", "from warnings import simplefilter\nsimplefilter('ignore')"),
         bad(memory_faults, "report.report", "(folder / 'mem_info_vram_used').read_bytes()"),
     ],
 )
@@ -600,6 +613,7 @@ def test_fires_on_a_planted_fault(rule: Callable[[Module], Iterator[str]], plant
         (memory_faults, "children.plan", "CountedGpu(integrated=shares_main_memory(device))"),
         (json_faults, "processes.job_file", "a = json.loads(sys.argv[1])  # json: the parent's job"),
         (json_faults, "dataset.rows.text_rows", "def _parsed(line):\n    return json.dumps(parse_json(line))"),
+        (warning_faults, "checks.x", "warnings.warn('text', stacklevel=2)\nwith Quiet():\n    f()"),
         (memory_faults, "device.allocator", "torch.cuda.set_per_process_memory_fraction(0.5)"),
         (memory_faults, "train.loop", '"""What mem_get_info says is too much."""\ntorch.cuda.memory_allocated(0)'),
         (

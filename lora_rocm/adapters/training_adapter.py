@@ -12,7 +12,6 @@ weights.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +31,7 @@ from lora_rocm.adapters.lora_files.key_table import canonical
 from lora_rocm.adapters.lora_files.lora_reader import read_for_model
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.foundation.quiet import EVERYTHING
 
 NAME = "training_adapter"
 """Name of the training adapter in PEFT's layers. The names of its tensors contain it."""
@@ -83,8 +83,8 @@ def attach_training_adapter(
         if config is None:
             continue
         trained = [tensor for tensor in root.parameters() if tensor.requires_grad]
-        with torch.device(model.device), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PEFT warns about a second adapter
+        # PEFT warns about a second adapter
+        with torch.device(model.device), torch.random.fork_rng(devices=[]), EVERYTHING:
             inject_adapter_in_model(config, root, NAME)
         for tensor in trained:  # PEFT freezes everything except its own layers
             tensor.requires_grad_(True)

@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import json
 import pickle
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -16,9 +15,12 @@ from accelerate import init_empty_weights
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from lora_rocm.foundation.quiet import Quiet
+
 Finish = Callable[[nn.Module], None] | None
 """A function that changes a component after its class built it, or None."""
 FACTORIES = frozenset((torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn))
+ZERO_ELEMENTS = Quiet(begins="Initializing zero-element tensors")
 LARGE = 1 << 27  # elements: half a gigabyte of float32
 
 
@@ -62,8 +64,7 @@ def new_meta_component(cls: Any, finish: Finish, config: str) -> nn.Module:
     Raises:
         ValueError: a weight has zero elements. PyTorch would only warn.
     """
-    with warnings.catch_warnings(), LargeOnMeta(), init_empty_weights():
-        warnings.filterwarnings("ignore", "Initializing zero-element tensors")
+    with ZERO_ELEMENTS, LargeOnMeta(), init_empty_weights():
         known = _of_diffusers(cls)
         made: nn.Module = (
             # json: made in this process

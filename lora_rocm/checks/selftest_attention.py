@@ -6,7 +6,6 @@ A route is tested by a call: torch's ``can_use_...`` functions return true even 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from itertools import product
@@ -20,6 +19,7 @@ from lora_rocm.checks.attention_layouts import InputLayouts, Layout, laid_out
 from lora_rocm.checks.selftest_base import Check, NotHereError, judge, judge_norm, poison, synchronize
 from lora_rocm.device.attention import ROUTES
 from lora_rocm.device.precision import FLOATS
+from lora_rocm.foundation.quiet import EVERYTHING
 
 DEFAULT = "default"
 """Route name for the test in which torch itself chooses among the enabled routes."""
@@ -121,15 +121,14 @@ def attention(
 
 
 def _by(route: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with EVERYTHING as texts:
         try:
             with sdpa_kernel([ROUTES[route]]):
                 return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
         except RuntimeError as error:
             if not any(words in str(error) for words in NO_BACKEND):
                 raise
-    reasons = {str(warning.message).partition(" (Triggered")[0] for warning in said}
+    reasons = {text.partition(" (Triggered")[0] for text in texts}
     raise NotHereError(
         f"torch has no {route} attention for this GPU and these shapes: {'; '.join(sorted(reasons)) or 'not built'}"[
             :300

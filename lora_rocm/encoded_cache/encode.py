@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from lora_rocm.cache_store.entry_file import CacheEntryBad
 from lora_rocm.cache_store.hash_memory import HashMemory
 from lora_rocm.dataset.entry_spec import CAPTION
-from lora_rocm.dataset.images.image_io import quiet, readable_formats
+from lora_rocm.dataset.images.image_io import readable_formats
 from lora_rocm.dataset.progress import Progress
 from lora_rocm.dataset.sources.folders import shown
 from lora_rocm.device.allocator import afterwards, empty_pools
@@ -128,9 +128,8 @@ class Caches:
         memory.begin()
         readable_formats()  # loads Pillow's readers now, before two threads would do so at once
         failed: dict[str, Problem] = {}
-        with quiet:
-            for encoder in encoders:
-                _Images(self, encoder, read_by(encoder, samples), memory, found, failed).fill()
+        for encoder in encoders:
+            _Images(self, encoder, read_by(encoder, samples), memory, found, failed).fill()
         return failed
 
     def fill_texts(self, captions: Iterable[str]) -> None:

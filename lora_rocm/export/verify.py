@@ -9,7 +9,6 @@ because a faulty GPU could hide an error.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,10 +29,13 @@ from lora_rocm.base_models.safetensors_file import DTYPES, read_tensors
 from lora_rocm.errors import ExportError, ModelError
 from lora_rocm.export.comfyui_check import apply_comfy, apply_norms
 from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.foundation.quiet import Quiet
 from lora_rocm.foundation.units import count_text
 from lora_rocm.kernels.weight_format import dense_weight
 from lora_rocm.model_files.header import TensorFileHeader, read_header
 from lora_rocm.model_files.readers import readers_of_file
+
+DEPRECATIONS = Quiet(FutureWarning)  # PEFT reads an attribute that transformers deprecates
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,7 @@ def _load_back(file_format: Form, path: Path, family: ModelFamily, adapter: Adap
     if file_format == "peft":
         loaded: dict[str, nn.Module] = {}
         for component in adapter.components:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # PEFT reads an attribute that transformers deprecates
+            with DEPRECATIONS:
                 peft_model = PeftModel.from_pretrained(
                     family.skeleton(component), str(path / component), low_cpu_mem_usage=True, torch_device="cpu"
                 )

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import io
 import re
-import warnings
 from collections.abc import Sequence
 
 from ruamel.yaml import YAML
-from ruamel.yaml.error import ReusedAnchorWarning
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from lora_rocm.recipe.recipe_text import written
-from lora_rocm.recipe.yaml_tree import YamlSyntaxError, parse_yaml
+from lora_rocm.recipe.yaml_tree import REUSED_ANCHORS, YamlSyntaxError, parse_yaml
 
 INDENT = "  "
 COMMENT = re.compile(r"(\s+)(#.*)")
@@ -84,8 +82,7 @@ def _reads_as(text: str, data: dict[str, object]) -> bool:
 
 
 def _composed(text: str) -> Node | None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ReusedAnchorWarning)
+    with REUSED_ANCHORS:
         node: Node | None = YAML(typ="rt", pure=True).compose(text)
     return node
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,9 +17,11 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
 from lora_rocm.errors import Problem
+from lora_rocm.foundation.quiet import Quiet
 
 Key = tuple[str | int, ...]
 
+REUSED_ANCHORS = Quiet(ReusedAnchorWarning)  # legal YAML: the last one counts
 MAX_DEPTH = 20
 MAX_NODES = 20_000  # with aliases expanded: a few lines of aliases can expand to billions of values
 MAX_PROBLEMS = 50
@@ -118,8 +119,7 @@ def parse_yaml(text: str) -> YamlTree:
     """
     _refuse_deep_brackets(text)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ReusedAnchorWarning)  # legal YAML: the last one counts
+        with REUSED_ANCHORS:
             node = YAML(typ="rt", pure=True).compose(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark

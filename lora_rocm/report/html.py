@@ -10,7 +10,6 @@ import base64
 import os
 import platform
 import struct
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -20,6 +19,7 @@ from typing import ClassVar, Literal
 from markupsafe import Markup
 
 from lora_rocm.foundation.bounded_read import check_plain, read_plain
+from lora_rocm.foundation.quiet import EVERYTHING
 from lora_rocm.foundation.redact import private_of
 from lora_rocm.page_parts.charts import Chart, Series
 from lora_rocm.page_parts.inlined import inlined_files
@@ -225,7 +225,7 @@ def picture(path: Path, label: str, max_side_px: int = MAX_SIDE_PX) -> Picture |
 
     try:
         check_plain(path, MAX_IMAGE_BYTES)
-        with warnings.catch_warnings(action="ignore"), Image.open(path, formats=("PNG",)) as file:
+        with EVERYTHING, Image.open(path, formats=("PNG",)) as file:
             if file.width * file.height > MAX_PIXELS:
                 raise OSError("too large for a preview")
             image = file.convert("RGB")

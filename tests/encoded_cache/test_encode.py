@@ -5,7 +5,6 @@ import os
 import shutil
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -544,16 +543,6 @@ def test_copies_are_encoded_once_and_an_image_whose_hash_is_new_but_not_its_cont
     assert found[0].entries[0].key == found[1].entries[0].key and not found[1].entries[0].fault
     caches.fill_images(unknown)
     assert len(family.image_encoder.encoded) == 1
-
-
-def test_warnings_are_as_they_were_after_images_were_read_in_threads(
-    tmp_path: Path, make: SimpleNamespace, caches: Caches
-) -> None:
-    for index in range(12):
-        make.image(tmp_path / "data" / f"{index}.png", seed=index, caption="x")
-    before = list(warnings.filters)
-    caches.fill_images(images_for(make, tmp_path / "data"))
-    assert warnings.filters == before
 
 
 @pytest.mark.parametrize("kind", ["text", "image"])

@@ -225,7 +225,7 @@ def test_launches_are_listed_also_where_the_memory_was_counted_before(
     monkeypatch.setattr(load_model, "FootprintProcess", Listing)
     monkeypatch.setattr(load_model, "can_help", lambda: has_cores)
     session: Any = SimpleNamespace(run_dir=RunDir(tmp_path), at_close=ExitStack())
-    start: Any = SimpleNamespace(counting=None, session=session, dtype=torch.bfloat16, settings=Settings())
+    start: Any = SimpleNamespace(counting=None, session=session, count_request=BF16)
     assert load_model._launches_of_step(start) == (LISTED if has_cores else None)
     assert [each.asked for each in made] == ([[BF16]] if has_cores else [])
     session.at_close.close()

@@ -6,8 +6,6 @@ import errno
 import math
 import os
 import struct
-import threading
-import warnings
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 
 from lora_rocm.dataset.images.image_plugins import JXL_STARTS, jxl_size, plugin_faults
 from lora_rocm.foundation.bounded_read import check_plain
+from lora_rocm.foundation.quiet import EVERYTHING
 
 if TYPE_CHECKING:
     from PIL import Image, ImageCms
@@ -92,7 +91,7 @@ def read_header(file: Path | BinaryIO) -> ImageHeader:
     Raises:
         UnreadableImage: the file is not an image, or is damaged, unreadable or too large to decode.
     """
-    with quiet:
+    with EVERYTHING:  # Pillow warns about large images and unusual metadata
         try:
             if not isinstance(file, Path):
                 return _header(file)
@@ -128,7 +127,7 @@ def decode_as(convert: Callable[[Image.Image, bytes | None], Image.Image], conte
     Raises:
         UnreadableImage: the content is truncated, damaged, too large, or not an image.
     """
-    with quiet:
+    with EVERYTHING:  # Pillow warns about large images and unusual metadata
         try:
             return convert(*_upright(content))
         except _decode_errors() as error:
@@ -173,7 +172,7 @@ def is_dark(content: bytes) -> bool:
     Raises:
         UnreadableImage: see ``decode``.
     """
-    with quiet:
+    with EVERYTHING:  # Pillow warns about large images and unusual metadata
         try:
             frugal = _Frugal(BytesIO(content))
             with _open(frugal) as image:
@@ -198,34 +197,6 @@ def resized_crop(image: Image.Image, geometry: Geometry, flip: bool) -> Image.Im
     if flip:
         image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     return image.crop((left, top, left + geometry.target_hw[1], top + geometry.target_hw[0]))
-
-
-class _Quiet:
-    """Context manager that silences Pillow's warnings about large images and unusual metadata.
-
-    Python's warning filters are process-wide. If threads read images, the thread that waits for them must stay in this
-    context all the time. Otherwise one reader could restore the filters while another is still reading.
-    """
-
-    def __init__(self) -> None:
-        self._lock, self._holders, self._filters = threading.Lock(), 0, warnings.catch_warnings()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._holders == 0:
-                self._filters = warnings.catch_warnings()
-                self._filters.__enter__()
-                warnings.simplefilter("ignore")
-            self._holders += 1
-
-    def __exit__(self, *details: object) -> None:
-        with self._lock:
-            self._holders -= 1
-            if self._holders == 0:
-                self._filters.__exit__(None, None, None)
-
-
-quiet = _Quiet()
 
 
 class _Frugal:

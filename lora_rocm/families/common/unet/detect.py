@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from lora_rocm.families.common.unet.sampling import scheduler_of
 from lora_rocm.families.common.wrong_family import recognised_folder, wrong_family
 from lora_rocm.families.objectives import ddpm
 from lora_rocm.families.registry import FamilyRegistry
+from lora_rocm.foundation.quiet import EVERYTHING
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, Config, read_config
 from lora_rocm.model_files.header import PICKLE_SUFFIXES, TensorFileHeader
@@ -136,8 +136,7 @@ def _make_schedules(config: Mapping[str, Any], samplers: Collection[str]) -> Non
         raise ValueError(
             f"timestep_spacing is {config['timestep_spacing']}, but has to be one of {', '.join(SPACINGS)}"
         )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # diffusers passes tensors to numpy
+    with EVERYTHING:  # diffusers passes tensors to numpy
         for sampler in samplers:
             scheduler_of({**config, "rescale_betas_zero_snr": zero_snr}, sampler).set_timesteps(2)
 
