@@ -14,6 +14,9 @@ from lora_rocm.recipe.load import load_recipe  # recipe: the user names it
 from lora_rocm.recipe.standalone_text import standalone_text
 from lora_rocm.supervisor.queue_dir import QueueDir, QueueItem
 
+READS = 5
+"""A list of recipes is read this often at most, until nobody moves, adds or removes one meanwhile."""
+
 
 @dataclass(frozen=True)
 class QueuedRecipe:
@@ -79,7 +82,12 @@ def listed(folder: Path, registry: FamilyRegistry = FAMILIES, changed: Sequence[
         StorageError: the folder cannot be read.
     """
     queue = QueueDir(folder.absolute())
-    recipes = tuple(_queued(queue, place, item, registry) for place, item in enumerate(queue.items(), 1))
+    items, recipes = queue.items(), tuple[QueuedRecipe, ...]()
+    for _ in range(READS):
+        recipes = tuple(_queued(queue, place, item, registry) for place, item in enumerate(items, 1))
+        before, items = items, queue.items()
+        if items == before:
+            break
     finished = tuple(FinishedRecipe(each.path, each.run) for each in queue.finished())
     return QueueResult(queue.path, queue.is_run(), recipes, finished, tuple(changed))
 

@@ -138,10 +138,11 @@ class QueueRunner:
         return QueueOutcome(item.name, run, "stopped" if stopped else "failed", *map(Failure.of, errors[:1]))
 
     def _trained(self, item: QueueItem, asked: Asked) -> RunResult:
-        if item.fault:
-            fix = "Correct or remove this file."
-            raise UserError("queue-item-unusable", item.fault, where=str(item.path), fix=fix)
         with self.queue.editing():
+            item = self.queue.current(item)
+            if item.fault:
+                fix = "Correct or remove this file."
+                raise UserError("queue-item-unusable", item.fault, where=str(item.path), fix=fix)
             run = self.queue.run_of(item.name)
             begun = run is not None and is_run(run)
             if run is None:

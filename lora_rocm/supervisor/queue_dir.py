@@ -222,6 +222,18 @@ class QueueDir:
             )
         raise UserError("queue-item-gone", what, where=legible(file_name), fix=fix)
 
+    def current(self, item: QueueItem) -> QueueItem:
+        """Return a recipe with the file name that it has now: it may have been moved since it was listed.
+
+        Raises:
+            UserError: "queue-item-gone". The message names the reason.
+        """
+        items = self.items()
+        same_file = (each for each in items if each.path == item.path)
+        same_name = (each for each in items if each.name == item.name and not each.fault)
+        found = next(same_file, None) or next(same_name, None)
+        return found or self.present(item.path.name)
+
     def ask_to_stop(self) -> None:
         """Create the file ``stop``.
 

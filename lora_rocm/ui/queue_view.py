@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -149,18 +149,20 @@ def shown_queue(ui: UiContext) -> ShownQueue:
 
     queue = QueueDir(ui.folders.queue)
     found = listed(queue.path)
-    items = [_item(ui, queue, each) for each in found.recipes]
+    names = [each.name for each in found.recipes]
+    items = [_item(ui, queue, each, each.name in names[:index]) for index, each in enumerate(found.recipes)]
     done = queue.finished()[::-1]
     shown = [_done(ui.folders, each) for each in done[:MAX_DONE]]
-    return ShownQueue(items, order_version(queue), shown, len(done) - len(shown))
+    return ShownQueue(items, version_of(_order(each.file for each in found.recipes)), shown, len(done) - len(shown))
 
 
-def _item(ui: UiContext, queue: QueueDir, recipe: QueuedRecipe) -> ShownItem:
+def _item(ui: UiContext, queue: QueueDir, recipe: QueuedRecipe, is_repeated: bool) -> ShownItem:
+    """is_repeated: whether an earlier recipe has the same name."""
     try:
         version = MISSING if is_link(recipe.file) else ui.edits.read(recipe.file)[1]
     except LoraRocmError:  # the row shows what is wrong with it
         version = MISSING
-    named = recipe.file.name if recipe.state == "unusable" else recipe.name  # two may have one name
+    named = recipe.file.name if is_repeated else recipe.name
     key = hashlib.sha256(named.encode("utf-8", "replace")).hexdigest()[:12]
     is_fixed = recipe.state == "running" or queue.is_active(recipe.name)
     return ShownItem(recipe, key, run_name(ui.folders, recipe.run), version, is_fixed)
@@ -196,11 +198,11 @@ def run_name(folders: Folders, run: Path | None) -> str | None:
 
 def order_version(queue: QueueDir) -> str:
     """Return the version of the order of a queue's recipes."""
-    return version_of(_order(queue))
+    return version_of(_order(item.path for item in queue.items()))
 
 
-def _order(queue: QueueDir) -> bytes:
-    return "\n".join(item.path.name for item in queue.items()).encode("utf-8", "surrogatepass")
+def _order(files: Iterable[Path]) -> bytes:
+    return "\n".join(file.name for file in files).encode("utf-8", "surrogatepass")
 
 
 def move(queue: QueueDir, file_name: str, place: Callable[[int, int], int], if_match: str) -> int:
@@ -218,7 +220,7 @@ def move(queue: QueueDir, file_name: str, place: Callable[[int, int], int], if_m
         StorageError: the queue cannot be written.
     """
     with queue.editing():
-        before = _order(queue)
+        before = _order(item.path for item in queue.items())
         if version_of(before) != if_match:
             mine = t("queue.wanted_move", file=file_name).encode("utf-8", "replace")
             raise EditConflict(queue.path, mine, before, version_of(before))

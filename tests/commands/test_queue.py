@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -233,6 +234,40 @@ def test_a_bug_ends_one_recipe_only(monkeypatch: pytest.MonkeyPatch) -> None:
     found = run()
     assert [each.outcome for each in found.recipes] == ["failed", "done"]
     assert found.recipes[0].error is not None and found.recipes[0].error.code == "bug"
+
+
+@pytest.mark.parametrize("reads", [commands.READS, 1])
+def test_a_recipe_that_is_moved_while_the_list_is_read_is_listed_once(
+    reads: int, there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control reads once, and finds no file under the old name."""
+    added()
+    load = commands.load_recipe
+
+    def late(*args: Any, **options: Any) -> object:
+        monkeypatch.setattr(commands, "load_recipe", load)
+        QueueDir(there / "queue").move(QueueDir(there / "queue").find("emu"), 1)
+        return load(*args, **options)
+
+    monkeypatch.setattr(commands, "load_recipe", late)
+    monkeypatch.setattr(commands, "READS", reads)
+    found = [(each.name, each.state) for each in commands.listed(Path("queue")).recipes]
+    moved = [("emu", "waiting"), ("cat", "waiting"), ("dog", "waiting")]
+    assert found == moved if reads > 1 else ("emu", "unusable") in found
+
+
+def test_a_recipe_that_is_renamed_after_it_was_chosen_is_trained(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    added("cat", "dog")
+    editing, entered = QueueDir.editing, list[int]()
+
+    def late(self: QueueDir) -> object:
+        entered.append(1)
+        if len(entered) == 2:  # the first one creates the folders
+            (there / "queue" / "010-cat.yaml").rename(there / "queue" / "050-cat.yaml")
+        return editing(self)
+
+    monkeypatch.setattr(QueueDir, "editing", late)
+    assert [(each.name, each.outcome) for each in run().recipes] == [("cat", "done"), ("dog", "done")]
 
 
 def test_a_recipe_that_is_added_while_the_queue_runs_is_trained_too(

@@ -6,9 +6,11 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lora_rocm.commands import queue as commands
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.lock import locked as locked_run
 from lora_rocm.supervisor.queue_dir import QueueDir, locked
@@ -120,6 +122,32 @@ def test_a_conflict_shows_the_present_state_and_keeps_the_text(site: Site, queue
     assert f'value="{version}"' in answer.text and "my <text>" not in file.read_text(encoding="utf-8")
     again = site.client.post("/queue/save", params=old, data={"text": "# mine", "version": version}, headers=headers)
     assert again.status_code == 200 and file.read_text(encoding="utf-8") == "# mine"
+
+
+def test_a_recipe_that_is_moved_meanwhile_keeps_its_place_in_the_markup(
+    site: Site, queue: QueueDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise its row would be exchanged, and the focus lost. The version belongs to the order that is shown."""
+    before = {item.recipe.name: item.key for item in shown_queue(site.context).items}
+    load = commands.load_recipe
+
+    def late(*args: Any, **options: Any) -> object:
+        monkeypatch.setattr(commands, "load_recipe", load)
+        queue.move(queue.find("emu"), 1)
+        return load(*args, **options)
+
+    monkeypatch.setattr(commands, "load_recipe", late)
+    shown = shown_queue(site.context)
+    assert [item.recipe.name for item in shown.items] == order(queue) == ["emu", "cat", "dog"]
+    assert {item.recipe.name: item.key for item in shown.items} == before
+    assert shown.version == order_version(queue)
+
+
+def test_two_recipes_of_one_name_are_told_apart_in_the_markup(site: Site, queue: QueueDir) -> None:
+    (queue.path / "900-cat.yaml").write_text("model: {", encoding="utf-8")
+    queue.find("dog").path.write_text("model: {", encoding="utf-8")
+    items = shown_queue(site.context).items
+    assert len({item.key for item in items}) == len(items) == 4
 
 
 def test_a_removed_recipe_comes_back_with_its_run(site: Site, queue: QueueDir) -> None:
