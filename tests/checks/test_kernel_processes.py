@@ -163,17 +163,20 @@ def test_launches_of_all_cases_find_their_kernels(target: CompileTarget) -> None
 def test_the_comparison_waits_for_a_process_and_does_the_rest_itself(
     compilers: KernelCompilers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order, answered = list[str](), list[str]()
+    order, answered, begun = list[str](), list[str](), threading.Event()
 
     def compiled(self: KernelCompilers, child: object, request: CaseRequest) -> bool:
+        begun.set()
         time.sleep(0.2)
         answered.append(request.case)
         return True
 
+    def compared(device: object, dtype: object, cases: Sequence[object]) -> None:
+        assert begun.wait(60)  # a process has taken another case
+        order.append(str(cases[0]))
+
     monkeypatch.setattr(KernelCompilers, "_compiled", compiled)
-    monkeypatch.setattr(
-        "lora_rocm.checks.kernel_choice.first_wrong", lambda device, dtype, cases: order.append(str(cases[0]))
-    )
+    monkeypatch.setattr("lora_rocm.checks.kernel_choice.first_wrong", compared)
     events = list[Event]()
     choose(GPU, BF16, [GELU.kernel, "gated.gated: gelu"], compilers=compilers, context=hearing([], events))
     assert len(order) == 3 and {*answered} < {*order}, "each case is compiled once, here or there"
