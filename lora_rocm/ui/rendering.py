@@ -23,6 +23,7 @@ STATUS_OF = {
     "no-run": 404,
     "no-folder": 404,
     "no-recipe": 404,
+    "no-image": 404,
     "edit-conflict": 409,
     "page-missing": 404,
 }

@@ -26,7 +26,8 @@ def thumbnail(path: Path, side_px: int) -> tuple[bytes, str]:
         side_px: length of the square's side.
 
     Raises:
-        UserError: image-unreadable: the file is not an image that can be decoded.
+        UserError: no-image: there is no such file, for example because its run was deleted. image-unreadable: it is not
+            an image that can be decoded.
     """
     side_px = next((side for side in SIDES_PX if side >= side_px), SIDES_PX[-1])
     try:
@@ -57,5 +58,7 @@ def _made(path: Path, side_px: int) -> bytes:
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:
+    if isinstance(error, FileNotFoundError):
+        return UserError("no-image", "There is no such image.", where=str(path), fix="Reload the page.")
     what = f"This file cannot be shown as an image: {error}"
     return UserError("image-unreadable", what, where=str(path), fix="Open it with another program to examine it.")

@@ -130,6 +130,17 @@ def test_previews_have_their_prompts(site: Site) -> None:
     assert "a &lt;b&gt;cat&lt;/b&gt;" in text and "<b>cat" not in text
 
 
+def test_a_picture_that_has_gone_with_its_run_is_not_found(site: Site) -> None:
+    run_dir = site.run("r")
+    name = next(run_dir.path.rglob("*.png")).relative_to(run_dir.path).as_posix()
+    address = {"dir": "runs/r", "file": name}
+    assert site.client.get("/runs/picture", params=address).status_code == 200
+    (run_dir.path / name).write_bytes(b"damaged")
+    assert site.client.get("/runs/picture", params=address).status_code == 422
+    (run_dir.path / name).unlink()
+    assert site.client.get("/runs/picture", params=address).status_code == 404
+
+
 def test_only_results_are_downloaded(site: Site) -> None:
     run_dir = site.run()
     answer = site.client.get("/runs/download", params={"dir": "runs/a-run", "file": "lora.safetensors"})

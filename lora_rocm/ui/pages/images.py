@@ -130,7 +130,7 @@ def picture(request: Request, path: Path) -> Response:
     try:
         content, version = thumbnail(path, whole_number(request, "side", SIDES_PX[1]))
     except UserError as error:
-        if error.code != "image-unreadable":
+        if error.code not in ("image-unreadable", "no-image"):
             raise
         return FileResponse(UNREADABLE, media_type="image/svg+xml")  # a picture of this state
     lasting = "private, max-age=31536000, immutable" if "v" in request.query_params else "private, no-cache"
