@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, astuple
 from pathlib import Path
@@ -14,12 +15,15 @@ from PIL import Image
 from lora_rocm.commands import check as module
 from lora_rocm.commands.check import CheckResult
 from lora_rocm.commands.output import Output
+from lora_rocm.commands.run_request import RunRequest
+from lora_rocm.commands.start_run import prepare_run
 from lora_rocm.dataset.order.batch_plan import BatchPlan, Item
 from lora_rocm.dataset.sources.scan import geometries, scan
 from lora_rocm.errors import ModelError, RecipeError, storage_error
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.planning.data_plan import plan_data
 from lora_rocm.recipe.load import load_recipe
+from lora_rocm.supervisor import trackers
 from tests.fake_encoders import letter_limit
 from tests.wording import mentions, says, worded
 
@@ -263,3 +267,25 @@ def test_regularisation_images_are_as_many_as_the_others(weigh: Weigh, capsys: p
     assert says(said, "check/2-of-the-regularisation-images-are-not")
     check("my.yaml", ["data.path=null", sources.replace("pics}", "pics, repeats: 3}")])
     assert says(capsys.readouterr().out, "check/for-regularisation-15-in-an-epoch")
+
+
+def test_all_that_a_recipe_names_and_that_is_missing_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder, an image of a preview that does not exist, one that cannot be read, and two packages."""
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    (tmp_path / "r.yaml").write_text(
+        "model: {family: sdxl, name_or_path: 'builtin:tiny-sdxl'}\ntrain: {epochs: 1}\n"
+        f"data: {{path: '{(tmp_path / 'none').as_posix()}'}}\n"
+        "sample:\n  prompts: [a]\n"
+        f"  control_images: ['{(tmp_path / 'gone.png').as_posix()}']\n"
+        f"  masks: ['{(tmp_path / 'broken.png').as_posix()}']\n"
+        "output: {log_with: [wandb, mlflow]}\n",
+        encoding="utf-8",
+    )
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    for refused in (lambda: check(str(tmp_path / "r.yaml")), lambda: prepare_run(RunRequest(str(tmp_path / "r.yaml")))):
+        with pytest.raises(RecipeError) as caught:
+            refused()
+        places = [re.sub(r".*r.yaml:\d+ ", "", problem.where).partition(":")[0] for problem in caught.value.problems]
+        assert sorted(places) == ["data.path", *["output.log_with"] * 2, "sample.control_images[0]", "sample.masks[0]"]

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_rocm.commands.check_base import Weighing
+from lora_rocm.commands.named_inputs import require_inputs
 from lora_rocm.commands.next_command import train_command
 from lora_rocm.commands.output import Failure, Notify, unheard
-from lora_rocm.dataset.images.preview_images import require_preview_images
 from lora_rocm.errors import DataError, LoraRocmError, Problem, RecipeError
 from lora_rocm.families.registry import FAMILIES, FamilyRegistry
 from lora_rocm.foundation.units import count_text, size_text
@@ -24,7 +24,6 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.eight_bit_refusal import eight_bit_refusal, eight_bit_text
 from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.rundir.event_types import CacheEvent, Event
-from lora_rocm.supervisor.trackers import require_trackers
 
 if TYPE_CHECKING:
     from lora_rocm.dataset.captions.caption_length import TokenLimit
@@ -184,9 +183,7 @@ def checked(
     """
     # check files and packages
     recipe, found = loaded.recipe, _unchecked(loaded)
-    loaded.require_files()
-    require_preview_images(loaded)
-    require_trackers(recipe.output)
+    require_inputs(loaded)
     # scan the data, while a child process examines the base model
     weighing = Weighing(recipe)
     in_eight_bits = situation_here(recipe) if recipe.model.compute != "bf16" else None

@@ -19,9 +19,9 @@ from typing import Literal
 
 from lora_rocm import BEGAN_S
 from lora_rocm.commands import sample_export
+from lora_rocm.commands.named_inputs import require_inputs
 from lora_rocm.commands.output import Notify, unheard
 from lora_rocm.commands.run_request import RunRequest
-from lora_rocm.dataset.images.preview_images import require_preview_images
 from lora_rocm.errors import LoraRocmError, MachineError, ResumeError, StoppedError, StorageError
 from lora_rocm.foundation.files import write_json
 from lora_rocm.foundation.names import name_key
@@ -51,7 +51,7 @@ from lora_rocm.supervisor import worker_process as worker_process
 from lora_rocm.supervisor.choose_run_dir import LATEST, Chosen, choose, holds_run, settle
 from lora_rocm.supervisor.restart_policy import attempt_of
 from lora_rocm.supervisor.telemetry import Telemetry
-from lora_rocm.supervisor.trackers import Trackers, require_trackers
+from lora_rocm.supervisor.trackers import Trackers
 from lora_rocm.telemetry.cards import cards_of
 
 FOLLOW_POLL_S = 0.2
@@ -139,10 +139,8 @@ def prepare_run(request: RunRequest, notify: Notify = unheard) -> PreparedRun:
         where = f"in {request.run_dir}" if request.run_dir else f"of {loaded.name} in {loaded.recipe.output.dir}"
         notify(f"--resume latest: there is no run {where} to continue, so a new one starts in {chosen.run_dir.path}")
     begun = chosen.resume and (chosen.run_dir.result.exists() or bool(chosen.run_dir.list_checkpoints()))
-    loaded.require_files(begun)  # the worker requires them if there are steps left to train
-    require_preview_images(loaded)
+    require_inputs(loaded, begun)  # of a begun run, the worker requires images if there are steps left to train
     require_packages()
-    require_trackers(loaded.recipe.output)
     me = rank_of(os.environ)
     here, everywhere = request.gpus or 1, request.gpus or 1
     if me.size > 1:

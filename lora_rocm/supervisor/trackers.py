@@ -24,17 +24,15 @@ from lora_rocm.rundir.layout import RunDir
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
 
 
-def require_trackers(output: OutputSection) -> None:
-    """Check that the packages of ``output.log_with`` are installed.
-
-    Raises:
-        UserError: tracker-missing: a package is not installed.
-    """
+def missing_trackers(output: OutputSection) -> list[UserError]:
+    """Return an error "tracker-missing" for each package of ``output.log_with`` that is not installed."""
+    errors = list[UserError]()
     for name in output.log_with:
         if find_spec(name) is None:
             what, where = f"The package {name} is not installed.", f"output.log_with: {name}"
             fix = f"Install it with {sys.executable} -m pip install {name}, or remove it from output.log_with."
-            raise UserError("tracker-missing", what, where=where, fix=fix)
+            errors.append(UserError("tracker-missing", what, where=where, fix=fix))
+    return errors
 
 
 class Trackers:

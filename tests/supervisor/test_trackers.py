@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_rocm.errors import MachineError, UserError
+from lora_rocm.errors import MachineError
 from lora_rocm.processes.jobs import CHILDREN, TrackJob, job_of
 from lora_rocm.recipe.output_section import OutputSection
 from lora_rocm.rundir.layout import RunDir
@@ -89,17 +89,11 @@ def test_one_that_works_ends_after_the_run_and_knows_no_gpu_and_no_rank(
     assert "[None, None, None, 'x', '-1', '-1']" in run_dir.tracker_log("wandb").read_text(encoding="utf-8")
 
 
-def test_a_package_that_is_missing_is_refused_with_the_command_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
-    with pytest.raises(
-        UserError,
-        check=saying(
-            "supervisor/wandb-is-not-installed", "supervisor/output-log-with-wandb", "supervisor/m-pip-install-wandb"
-        ),
-    ):
-        trackers.require_trackers(ONE)
-    trackers.require_trackers(OutputSection())
+    (error,) = trackers.missing_trackers(ONE)
+    says = ("supervisor/wandb-is-not-installed", "supervisor/output-log-with-wandb", "supervisor/m-pip-install-wandb")
+    assert error.code == "tracker-missing" and saying(*says)(error)
+    assert trackers.missing_trackers(OutputSection()) == []
     monkeypatch.setattr(trackers, "find_spec", lambda name: name)
-    trackers.require_trackers(ONE)
+    assert trackers.missing_trackers(ONE) == []
