@@ -42,7 +42,7 @@ def _with_comments(loaded: LoadedRecipe) -> str | None:
         stream = io.StringIO()
         yaml.dump(data, stream)
         found = load_text(stream.getvalue(), loaded.path, registry=loaded.registry)
-    except (YAMLError, RecipeError, LookupError, TypeError, ValueError):
+    except (YAMLError, RecipeError, LookupError, TypeError, ValueError, NotImplementedError):  # see value_edit._loaded
         return None
     return stream.getvalue() if found.recipe == loaded.recipe and not _relative(found) else None
 

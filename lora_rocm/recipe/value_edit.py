@@ -9,12 +9,14 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from lora_rocm.recipe.recipe_text import written
-from lora_rocm.recipe.yaml_tree import REUSED_ANCHORS, YamlSyntaxError, parse_yaml
+from lora_rocm.recipe.yaml_tree import YamlSyntaxError, composed, parse_yaml
 
 INDENT = "  "
 COMMENT = re.compile(r"(\s+)(#.*)")
@@ -81,22 +83,23 @@ def _reads_as(text: str, data: dict[str, object]) -> bool:
     return not tree.problems and bool(tree.value == data or (not data and tree.value is None))
 
 
-def _composed(text: str) -> Node | None:
-    with REUSED_ANCHORS:
-        node: Node | None = YAML(typ="rt", pure=True).compose(text)
-    return node
-
-
 def _pair(node: Node | None, name: str) -> tuple[ScalarNode, Node] | None:
     """Return the nodes of a key and its value in a mapping, or None if there is no such key."""
     pairs = node.value if isinstance(node, MappingNode) else ()
     return next(((key, value) for key, value in pairs if isinstance(key, ScalarNode) and key.value == name), None)
 
 
+def _is_missing(node: Node) -> bool:
+    """Whether a key has no value. The node's place is then where the next token begins, after any comments."""
+    return bool(node.start_mark.index == node.end_mark.index)
+
+
 def _end(node: Node) -> int:
     """Return the index after a value. The end of a block is the end of its last value, without later comments."""
     if isinstance(node, MappingNode | SequenceNode) and not node.flow_style and node.value:
         last = node.value[-1]
+        if isinstance(last, tuple) and _is_missing(last[1]):
+            return int(last[0].end_mark.index) + 1
         return _end(last[1] if isinstance(last, tuple) else last)
     return int(node.end_mark.index)
 
@@ -111,7 +114,7 @@ def _spliced(text: str, section: str, key: str, value: object, spelling: str) ->
     """Return the text with another value of a key; None if this cannot be done in its place."""
     lines = _lines_of(value, spelling)
     text = text if text.endswith("\n") or not text else f"{text}\n"
-    root = _composed(text) if text.strip() else None
+    root = composed(text) if text.strip() else None
     found = _pair(root, section)
     # A new section
     if found is None:
@@ -131,7 +134,8 @@ def _spliced(text: str, section: str, key: str, value: object, spelling: str) ->
         return f"{text[: at + 1]}{_entry(key, lines, indent)}{text[at + 1 :]}"
     # Another value
     key_node, old = own
-    begin, end = text.index(":", key_node.end_mark.index) + 1, max(_end(old), key_node.end_mark.index + 1)
+    begin = text.index(":", key_node.end_mark.index) + 1
+    end = begin if _is_missing(old) else max(_end(old), begin)
     end = max(begin, begin + len(text[begin:end].rstrip("\n")))
     if "\n" not in text[begin:end] and len(lines) == 1:
         return _in_line(text, begin, end, lines[0])
@@ -181,7 +185,9 @@ def _in_flow(
     if len(lines) != 1:
         return None
     if own is not None:
-        begin, end = text.index(":", own[0].end_mark.index) + 1, _end(own[1])
+        begin = text.index(":", own[0].end_mark.index) + 1
+        spaces = len(text) - begin - len(text[begin:].lstrip(" "))
+        end = begin + spaces if _is_missing(own[1]) else _end(own[1])
         return f"{text[:begin]} {lines[0]}{text[end:]}"
     at = content.end_mark.index - 1
     before = text[:at].rstrip()
@@ -194,7 +200,7 @@ def _entry(key: str, lines: Sequence[str], indent: str) -> str:
 
 
 def _without(text: str, section: str, key: str) -> str | None:
-    found = _pair(_composed(text), section)
+    found = _pair(composed(text), section)
     own = _pair(found[1], key) if found is not None else None
     if found is None or own is None:
         return None
@@ -204,7 +210,8 @@ def _without(text: str, section: str, key: str) -> str | None:
     is_last = len(content.value) == 1
     begin = name.start_mark.index if is_last else own[0].start_mark.index
     line_begin = text.rfind("\n", 0, begin) + 1
-    end = max(_end(own[1]), own[0].end_mark.index + 1)
+    end = own[0].end_mark.index + 1
+    end = end if _is_missing(own[1]) else max(_end(own[1]), end)
     end = begin + len(text[begin:end].rstrip("\n"))
     rest = text[_line_end(text, end) + 1 :]
     # The comment of the value may go on in the next lines, which are indented further than the key
@@ -242,7 +249,7 @@ def block_text(value: object) -> str:
 
 def _written_again(text: str, section: str, key: str, wanted: dict[str, object]) -> str:
     """Return the text as ruamel writes it, with its comments, after the change. ``wanted``: its data then."""
-    root = _writer().load(text)
+    root = _loaded(text)
     content = wanted.get(section)
     if not isinstance(content, dict):
         del root[section]
@@ -254,10 +261,27 @@ def _written_again(text: str, section: str, key: str, wanted: dict[str, object])
         del root[section][key]
     changed = _dumped(root)
     if not _reads_as(changed, wanted):  # the section is another one's alias: it becomes a separate section
-        root = _writer().load(text)
+        root = _loaded(text)
         root[section] = content
         changed = _dumped(root)
     return changed
+
+
+def _loaded(text: str) -> Any:
+    """Load a text with its comments.
+
+    Raises:
+        YamlSyntaxError: a key is given twice, or ruamel cannot keep a comment between a key and a text that begins in
+            the next line.
+    """
+    try:
+        return _writer().load(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = (mark.line + 1, mark.column + 1) if mark is not None else (1, 1)
+        raise YamlSyntaxError(str(error.problem or error.context), *place) from None
+    except NotImplementedError:
+        raise YamlSyntaxError("a comment is between a key and its text in the next line: move it", 1, 1) from None
 
 
 def _writer() -> YAML:

@@ -111,6 +111,20 @@ def value_at(data: Any, key: Key, otherwise: Any = None) -> Any:
     return data
 
 
+def composed(text: str) -> Node | None:
+    """Return the nodes of a YAML text, each with its place; None if it has no content.
+
+    The round-trip composer ("rt") is not used: it leaves bell characters in folded texts (``>``) with an empty line,
+    and it fails if a comment is between a key and a text in the next line.
+
+    Raises:
+        YAMLError: the text is not YAML, or has several documents.
+    """
+    with REUSED_ANCHORS:
+        node: Node | None = YAML(typ="safe", pure=True).compose(text)
+    return node
+
+
 def parse_yaml(text: str) -> YamlTree:
     """Parse a text that is one YAML document.
 
@@ -119,8 +133,7 @@ def parse_yaml(text: str) -> YamlTree:
     """
     _refuse_deep_brackets(text)
     try:
-        with REUSED_ANCHORS:
-            node = YAML(typ="safe", pure=True).compose(text)  # "rt" collects comments, a quarter of the time
+        node = composed(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
@@ -173,9 +186,11 @@ class _NodeReader:
             mark = node.start_mark
             raise YamlSyntaxError("nested too deeply, or too large for a recipe", mark.line + 1, mark.column + 1)
 
-    def read(self, node: Node, key: Key) -> Any:
+    def read(self, node: Node, key: Key, key_node: Node | None = None) -> Any:
         self.counted(node, key)
         begin, end = node.start_mark, node.end_mark
+        if begin.index == end.index and key_node is not None:  # a missing value is where the next token begins
+            begin = end = key_node.end_mark
         self.tree.spans[key] = Span(
             begin.line + 1, begin.column, end.column - begin.column if end.line == begin.line else 0
         )
@@ -204,7 +219,7 @@ class _NodeReader:
                 self.problem(key_node, here, f"is given twice, first on line {first}", "Keep one of them.")
             else:
                 self.tree.lines[here] = key_node.start_mark.line + 1
-                result[name] = self.read(value_node, here)
+                result[name] = self.read(value_node, here, key_node)
         return result
 
     def read_scalar(self, node: ScalarNode, key: Key) -> Any:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lora_rocm.recipe.load import shipped_recipes
 from lora_rocm.recipe.value_edit import remove_value, set_value
 from lora_rocm.recipe.yaml_tree import YamlSyntaxError, parse_yaml
+from tests.recipe.odd_recipes import odd_recipes
 
 SHIPPED = {name: path.read_text(encoding="utf-8") for name, path in shipped_recipes().items()}
 VALUES: tuple[tuple[str, str, Any], ...] = (
@@ -84,12 +88,39 @@ def test_a_number_keeps_its_spelling() -> None:
     assert set_value("optim:\n  rate: 1\n", "optim", "rate", 0.0001, "1.0e-4") == "optim:\n  rate: 1.0e-4\n"
 
 
+@given(odd_recipes(), st.sampled_from(["b", "k", "new"]), st.sampled_from([1, "x", ["x", "y"]]))
+def test_any_change_is_read_back_or_refused(text: str, key: str, value: object) -> None:
+    """Comments stay."""
+    try:
+        before = parse_yaml(text)
+        changed = set_value(text, "a", key, value)
+        without = remove_value(text, "a", key)
+    except YamlSyntaxError:
+        return
+    if before.problems:
+        return
+    section = before.value.get("a") if before.value else None
+    assert parse_yaml(changed).value == {**(before.value or {}), "a": {**(section or {}), key: value}}
+    assert parse_yaml(without).value in (before.value, *_without(before.value, key))
+
+
+def _without(data: dict[str, Any] | None, key: str) -> Iterator[object]:
+    section = (data or {}).get("a")
+    if data is None or not isinstance(section, dict) or key not in section:
+        return
+    left = {name: value for name, value in section.items() if name != key}
+    yield {**data, "a": left} if left else {name: value for name, value in data.items() if name != "a"} or None
+
+
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
         ("", "a:\n  b: 1\n"),
         ("a:\n", "a:\n  b: 1\n"),
         ("a: {c: 2}\n", "a: {c: 2, b: 1}\n"),
+        ("a:\n  b: # why\n  # and how\n  c: 2\n", "a:\n  b: 1  # why\n  # and how\n  c: 2\n"),
+        ("a: {b: , c: 3} # d\n", "a: {b: 1, c: 3} # d\n"),
+        ("a:\n  c: # why\n\n# end\n", "a:\n  c: # why\n  b: 1\n\n# end\n"),
         ("a: {b: 2, c: 3} # d\n", "a: {b: 1, c: 3} # d\n"),
         ("a:\n  c: 2", "a:\n  c: 2\n  b: 1\n"),
         ("a:\n    c: |\n      text\n\n# end\n", "a:\n    c: |\n      text\n    b: 1\n\n# end\n"),
@@ -105,7 +136,7 @@ def test_a_shared_value_is_changed_in_one_place() -> None:
     assert parse_yaml(set_value("a: &m {x: 3}\nb: *m\n", "b", "x", 4)).value == {"a": {"x": 3}, "b": {"x": 4}}
 
 
-@pytest.mark.parametrize("text", ["a: [", "- a\n", "a: 5\n"])
+@pytest.mark.parametrize("text", ["a: [", "- a\n", "a: 5\n", "a: &x\na: *x\n"])
 def test_what_has_no_sections_is_refused(text: str) -> None:
     with pytest.raises(YamlSyntaxError):
         set_value(text, "a", "b", 1)

@@ -1,6 +1,7 @@
 """YAML text to plain values with lines."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_rocm.recipe.yaml_tree import YamlSyntaxError, dotted, is_clean, parse_yaml
+from tests.recipe.odd_recipes import odd_recipes
 from tests.wording import Worded, says, worded
 
 
@@ -31,6 +33,12 @@ from tests.wording import Worded, says, worded
         ("a: [1, b]", [1, "b"]),
         ("a: &x [1]", [1]),
         ("\ufeffa: 1", 1),
+        ("a: >-\n  one\n\n  two\n", "one\ntwo"),
+        ("a: >\n  one\n   two\n\n\n  three\n# end\n", "one\n two\n\n\nthree\n"),
+        ("a: |\n  one\n\n  # two\n", "one\n\n# two\n"),
+        ("a: # why\n  one\n  two\n\n\n# end\n", "one two"),
+        ("a: # why\n  # and how\n  - one # first\n\n\n", ["one"]),
+        ("a: # why\n# end\n", None),
     ],
 )
 def test_values(text: str, value: Any) -> None:
@@ -45,6 +53,14 @@ def test_lines_of_keys_and_items() -> None:
     assert tree.lines[("lora", "rank")] == 2
     assert tree.lines[("data", "sources", 1)] == 7
     assert tree.lines[("data", "sources", 1, "path")] == 7
+
+
+@pytest.mark.parametrize(
+    "text", ["a:\n  b: # why\n  # and how\n  c: 1\n", "a:\n  b:\n\n\n  c: 1\n", "a: {b: ,\n c: 1}\n"]
+)
+def test_a_missing_value_is_at_its_key(text: str) -> None:
+    span, line = parse_yaml(text).spans[("a", "b")], parse_yaml(text).lines[("a", "b")]
+    assert span.line == line and text.splitlines()[line - 1][: span.column].endswith("b") and span.width == 0
 
 
 def test_aliases_are_followed() -> None:
@@ -115,6 +131,23 @@ def test_any_text_reads_or_is_a_syntax_error(text: str) -> None:
         assert error.line >= 1 and error.column >= 1 and str(error)
     else:
         assert _is_plain(tree.value)
+
+
+@given(odd_recipes())
+def test_no_character_appears_that_nobody_wrote(text: str) -> None:
+    try:
+        value = parse_yaml(text).value
+    except YamlSyntaxError:
+        return
+    assert {*"".join(_texts(value))} <= {*text, " ", "\n"}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    items = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for item in items:
+        yield from _texts(item)
+    if isinstance(value, str):
+        yield value
 
 
 def _is_plain(value: Any) -> bool:
