@@ -6,7 +6,7 @@ import atexit
 import gc
 import os
 from collections.abc import Callable, Iterator
-from copy import deepcopy
+from dataclasses import replace
 from functools import lru_cache
 from io import StringIO
 from pathlib import Path
@@ -52,16 +52,33 @@ def program_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+READERS_OF_YAML = ("recipe.foreign", "recipe.load", "recipe.recipe_fields", "recipe.value_edit")
+"""Modules of the program that parse the same recipes again and again."""
+
+
 @pytest.fixture(autouse=True, scope="session")
 def recipes_parsed_once() -> Iterator[None]:
     """A recipe's text gives the same tree each time, and takes a tenth of a tiny run; a run reads its recipe twice."""
-    from lora_rocm.recipe import load
+    from lora_rocm.recipe import load, yaml_tree
 
-    parse = lru_cache(maxsize=64)(load.parse_yaml)
+    parse = lru_cache(maxsize=1024)(yaml_tree.parse_yaml)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load, "parse_yaml", lambda text: deepcopy(parse(text)))
+        for name in READERS_OF_YAML:
+            patch.setattr(f"lora_rocm.{name}.parse_yaml", lambda text: _copied(parse(text)))
         patch.setattr(load, "YAML", _yaml_that_remembers())
         yield
+
+
+def _copied(tree: Any) -> Any:
+    """A tree that its reader may change; keys, numbers and texts in it are the same objects."""
+    maps = {name: dict(getattr(tree, name)) for name in ("lines", "texts", "spans")}
+    return replace(tree, value=_copied_value(tree.value), problems=[*tree.problems], **maps)
+
+
+def _copied_value(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied_value(each) for key, each in value.items()}
+    return [_copied_value(each) for each in value] if isinstance(value, list) else value
 
 
 def _yaml_that_remembers() -> type:

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,12 @@ from lora_rocm.recipe.sections import PathRule, path_rule
 from lora_rocm.recipe.yaml_tree import Key
 
 AnySection = TypeVar("AnySection", bound=BaseModel)
+
+
+@cache
+def path_rules(section: type[BaseModel]) -> Mapping[str, PathRule | None]:
+    """Return the path rule of each field of a section, by name; None for fields that are not paths."""
+    return {name: path_rule(info) for name, info in section.model_fields.items()}
 
 
 def made_absolute(value: str, rule: PathRule) -> str:
@@ -53,12 +60,12 @@ def _with_paths(section: AnySection, new: Callable[[Any, Any, PathRule], Any]) -
         new: takes a path, its default and its rule. Returns the new path, or None to keep the old one.
     """
     changed: dict[str, Any] = {}
-    for name, info in type(section).model_fields.items():
-        value, rule = getattr(section, name), path_rule(info)
+    for name, rule in path_rules(type(section)).items():
+        value = getattr(section, name)
         if isinstance(value, BaseModel):
             changed[name] = _with_paths(value, new)
         elif rule is not None:
-            if (path := new(value, info.default, rule)) is not None:
+            if (path := new(value, type(section).model_fields[name].default, rule)) is not None:
                 changed[name] = path
         elif isinstance(value, tuple):
             changed[name] = tuple(_with_paths(v, new) if isinstance(v, BaseModel) else v for v in value)
@@ -68,8 +75,8 @@ def _with_paths(section: AnySection, new: Callable[[Any, Any, PathRule], Any]) -
 def settings_without_paths(section: BaseModel) -> dict[str, object]:
     """Return the values of a recipe or section as JSON values, without paths of this machine. Hub ids are kept."""
     found: dict[str, object] = {}
-    for name, info in type(section).model_fields.items():
-        value, is_path = getattr(section, name), path_rule(info) is not None
+    for name, rule in path_rules(type(section)).items():
+        value, is_path = getattr(section, name), rule is not None
         items = value if isinstance(value, tuple) else (value,)
         kept = [
             settings_without_paths(item) if isinstance(item, BaseModel) else item
@@ -85,8 +92,8 @@ def settings_without_paths(section: BaseModel) -> dict[str, object]:
 
 def every_path(section: BaseModel, prefix: Key = ()) -> Iterator[tuple[Key, str, PathRule]]:
     """Yield (key, path, rule) for every path in a recipe or section."""
-    for name, info in type(section).model_fields.items():
-        value, rule = getattr(section, name), path_rule(info)
+    for name, rule in path_rules(type(section)).items():
+        value = getattr(section, name)
         if isinstance(value, BaseModel):
             yield from every_path(value, (*prefix, name))
         elif isinstance(value, tuple):

@@ -111,7 +111,7 @@ def test_a_stop_waits_for_what_runs_and_for_nothing_else() -> None:
     with pytest.raises(KeyboardInterrupt), closing(ahead(make, range(1000), no_bytes, threads=2)) as made:
         next(made)
         raise KeyboardInterrupt
-    assert time.monotonic() - started < 5 and len(begun) <= 5
+    assert time.monotonic() - started < 20 and len(begun) <= 5
 
 
 def test_what_is_written_behind_has_its_order_and_tells_in_the_thread_that_asked() -> None:

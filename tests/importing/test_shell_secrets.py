@@ -122,8 +122,8 @@ def test_a_default_in_the_environment_file_of_simpletuner(tmp_path: Path) -> Non
     "part", ["$(", "'\"", "a|", "= ", "login|", '"HF_TOKEN" ', "--token a ", "<<E ", "read x|", "\"'`$(${a:-", "a=$b "]
 )
 def test_a_hostile_script_takes_no_long_time(part: str) -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     shell_secrets(part * (MAX_LETTERS // 16 // len(part)), "sh", "a.sh")
-    assert time.perf_counter() - began < 10
+    assert time.process_time() - began < 10
     with pytest.raises(UserError):
         shell_secrets(part * MAX_LETTERS, "sh", "a.sh")

@@ -213,7 +213,7 @@ def test_hostile_text_is_looked_through_in_time(text: str, tmp_path: Path) -> No
     path = tmp_path / "r.toml"
     path.write_text(text, encoding="utf-8")
     assert len(text) <= MAX_RECIPE_BYTES
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(RecipeError):
         load_recipe(path)
-    assert time.perf_counter() - started < 20
+    assert time.process_time() - started < 20

@@ -131,8 +131,8 @@ def test_a_real_test_is_cancelled_and_its_child_is_gone(name: str, site: Site, m
     family = [child, *child.children(recursive=True)]
     cancelled_s = time.monotonic()
     answer = site.client.post("/machine/tests/cancel", params={"test": name}).text
-    work.wait(10)
-    assert time.monotonic() - cancelled_s < 5 and work.status == "cancelled" and "badge-" in answer
+    work.wait(60)
+    assert time.monotonic() - cancelled_s < 30 and work.status == "cancelled" and "badge-" in answer
     assert not [each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
     assert not list((site.folder / "runs").glob("*"))  # steps are trained in a temporary folder
 

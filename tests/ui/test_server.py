@@ -167,7 +167,8 @@ def test_slow_clients_are_cut_and_do_not_stop_others(served: PageServer, monkeyp
     body.close()
 
 
-def test_open_streams_do_not_delay_the_end(tmp_path: Path) -> None:
+def test_open_streams_do_not_delay_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "CLOSE_S", 60)  # for streams that do not end by themselves
     with PageServer.listening(tmp_path, Path("runs"), "127.0.0.1", 0) as made:
         thread = threading.Thread(target=made.serve, daemon=True)
         thread.start()
@@ -177,6 +178,6 @@ def test_open_streams_do_not_delay_the_end(tmp_path: Path) -> None:
             assert answer.readline() == b"retry: 1000\n" and made.context.live.num_streams == 1
             began = time.monotonic()
             made.stop()
-            thread.join(10)
+            thread.join(60)
             answer.close()
-        assert time.monotonic() - began < 2.5 and not thread.is_alive()
+        assert time.monotonic() - began < 30 and not thread.is_alive()

@@ -130,7 +130,7 @@ def test_a_table_that_cannot_be_told_apart_into_cells_is_refused(
 def test_a_table_of_very_many_columns_is_read_at_once(tmp_path: Path) -> None:
     names = [f"c{number}" for number in range(100_000)]
     (tmp_path / "t.csv").write_text(",".join((*names, "text")) + "\n" + "a," * len(names) + "b\n", encoding="utf-8")
-    started = time.monotonic()
+    started = time.process_time()
     (notice,) = scan_texts(DataSection(sources=[{"dataset": str(tmp_path / "t.csv")}])).notices
     assert len(notice) < 4000 and "others" in notice
     (tmp_path / "t.csv").write_text(",".join((*names, "c7")) + "\na\n", encoding="utf-8")
@@ -140,7 +140,7 @@ def test_a_table_of_very_many_columns_is_read_at_once(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         scan_texts(DataSection(sources=[{"dataset": str(tmp_path / "t.csv")}]))
     assert len(str(caught.value)) < 4000
-    assert time.monotonic() - started < 20, "pairs of columns would take minutes"
+    assert time.process_time() - started < 20, "pairs of columns would take minutes"
 
 
 def test_a_row_is_named_by_its_first_line(tmp_path: Path) -> None:

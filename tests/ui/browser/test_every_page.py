@@ -32,6 +32,17 @@ def test_a_page_is_accessible_and_fits(path: str, tab: Tab) -> None:
     assert page.evaluate(NUM_LINES) == [1] * len(PARTS), f"a name of a part wraps on {path}"
 
 
+def test_a_violation_is_found(tab: Tab) -> None:
+    """Negative control of the test above."""
+    page = tab.open("/")
+    page.evaluate("document.getElementById('content').append(document.createElement('img'))")
+    page.emulate_media(color_scheme="light")
+    page.evaluate("document.querySelector('h1').style.color = 'rgb(220, 220, 220)'")
+    assert {"image-alt", "color-contrast"} <= {each.partition(":")[0] for each in tab.axe()}
+    page.evaluate("document.getElementById('content').style.width = '4000px'")
+    assert tab.widest() > 0
+
+
 def test_the_link_opens_the_page_and_its_token_disappears(tab: Tab) -> None:
     tab.page.context.clear_cookies()
     tab.page.goto(tab.server.link)
