@@ -11,7 +11,7 @@ from lora_rocm.hardware.probe.sources import ProbeReads, Sources, this_machine
 def free_main_bytes(sources: Sources | None = None) -> int:
     """Return the bytes of main memory that are available now, at most what the container's limit leaves.
 
-    The system ends a process that exceeds the limit, however much memory the machine has.
+    The system ends a process that exceeds the limit, even if the machine has more memory.
 
     ``sources``: replacement for the machine's own sources in tests.
     """
