@@ -77,6 +77,9 @@ class Sdxl(LdmFamily):
         if self.recipe.lora.tokenises:
             ids = torch.zeros(rows, clip.CLIP_TOKENS, dtype=torch.int64)
             return {name: ids.clone() for name in self.token_names}
+        unet = self.source.config("unet")
+        for key in ("projection_class_embeddings_input_dim", "addition_time_embed_dim"):
+            unet.whole(key)  # an error names the key
         pooled = self.source.config(self.text_components[-1]).whole("projection_dim", 512)
         prompts = {
             f"prompt_embeds_{number}": torch.zeros(
