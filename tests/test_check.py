@@ -155,6 +155,9 @@ def test_weights_are_remembered_until_a_file_changes(weigh: Weigh, tmp_path: Pat
     (tmp_path / "cache" / "weights.json").write_bytes(b"\xfftorn")
     check("my.yaml")
     assert weigh.calls == 4
+    for number, samplers in enumerate(("[]", "[{prompt: b, sampler: heun}]")):  # ``check`` of the family refuses some
+        check("my.yaml", [f"sample.prompts={samplers}", f"sample.sampler={('ddim', 'euler')[number]}"])
+        assert weigh.calls == 5 + number
 
 
 def test_schema_only_looks_at_nothing_else(weigh: Weigh, capsys: pytest.CaptureFixture[str]) -> None:

@@ -287,6 +287,19 @@ def test_a_base_that_an_earlier_start_accepted_is_not_computed_again(
     dry_run.VERDICTS.clear()
 
 
+def test_only_the_newest_acceptances_are_read(tmp_path: Path) -> None:
+    """A file of any length costs a start nothing, and the file becomes short."""
+    accepted, keys = tmp_path / "accepted.json", [f"key {number}" for number in range(3 * dry_run.KEPT)]
+    accepted.write_text(json.dumps([["deep"], *keys]), encoding="utf-8")
+    dry_run.VERDICTS.clear()
+    dry_run.recall(accepted)
+    assert [*dry_run.VERDICTS] == keys[-dry_run.KEPT :]
+    dry_run.VERDICTS["new"] = None
+    dry_run.remember(accepted)
+    assert json.loads(accepted.read_text(encoding="utf-8")) == [*keys[1 - dry_run.KEPT :], "new"]
+    dry_run.VERDICTS.clear()
+
+
 def test_published_configs_are_plausible() -> None:
     folders = Path(str(dry_run.__file__)).parents[1] / "families"
     paths = sorted(folders.glob("*/config*/*/config.json"))

@@ -17,11 +17,11 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-import psutil
 import torch
 
 from lora_rocm.checks.kernel_check import CANNOT, Case, ExactCase, cases_for, proof_of
 from lora_rocm.checks.kernel_compiler import target_here
+from lora_rocm.device.main_memory import free_main_bytes
 from lora_rocm.errors import MachineError, StorageError
 from lora_rocm.foundation.files import write_json
 from lora_rocm.foundation.json_text import parse_json
@@ -64,7 +64,7 @@ def process_count(cores: int, free_bytes: int) -> int:
 
 def count_here() -> int:
     """Return ``process_count`` for this machine."""
-    return process_count(os.cpu_count() or 1, psutil.virtual_memory().available)
+    return process_count(os.cpu_count() or 1, free_main_bytes())
 
 
 class KernelCompilers:

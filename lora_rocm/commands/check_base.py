@@ -82,8 +82,14 @@ def _weights_key(recipe: Recipe, planned_precision: str | None) -> str:
     files = [str(file) for name in paths_of(model) for file in _files(Path(name))]
     precision = [recipe.train.mixed_precision, planned_precision, recipe.runtime.device]
     sections = [section.model_dump(mode="json") for section in (model, recipe.lora, recipe.objective)]
-    masked = any(preview.mask for _, _, preview in recipe.sample.numbered())  # not every base reads masks
-    parts = [__version__, sections, precision, files, masked]
+    # Not every base reads masks, or has a schedule for every sampler
+    previews, asked = [preview for _, _, preview in recipe.sample.numbered()], recipe.sample.sampler
+    masked, samplers = (
+        any(each.mask for each in previews),
+        sorted({asked, *(each.sampler or asked for each in previews)}),
+    )
+    data = [recipe.data.packing, recipe.data.has_controls]  # the base is tried with such samples
+    parts = [__version__, sections, precision, files, masked, samplers, data]
     return hashlib.sha256(json.dumps(parts).encode("utf-8")).hexdigest()
 
 

@@ -16,8 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
-
+from lora_rocm.device.main_memory import free_main_bytes
 from lora_rocm.errors import MachineError
 from lora_rocm.foundation.safe_path import python_environment
 from lora_rocm.processes.jobs import (
@@ -110,7 +109,7 @@ class FootprintProcess:
 
 def can_help() -> bool:
     """Whether this machine has cores and memory for the process."""
-    return (os.cpu_count() or 1) >= MIN_CORES and psutil.virtual_memory().available >= MIN_FREE_BYTES
+    return (os.cpu_count() or 1) >= MIN_CORES and free_main_bytes() >= MIN_FREE_BYTES
 
 
 def footprint_process(recipe: Path, cache_dir: str, on_gpu: bool) -> FootprintProcess | None:

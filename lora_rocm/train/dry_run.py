@@ -203,14 +203,17 @@ def _computing() -> Iterator[None]:
 
 def recall(path: Path) -> None:
     """Accept bases and adapters of earlier starts, which ``remember`` wrote, without computing again."""
-    for key in kept_json(path, list):
-        if isinstance(key, str):
-            VERDICTS.setdefault(key, None)
+    for key in _kept_keys(path):
+        VERDICTS.setdefault(key, None)
+
+
+def _kept_keys(path: Path) -> list[str]:
+    return [key for key in kept_json(path, list)[-KEPT:] if isinstance(key, str)]
 
 
 def remember(path: Path) -> None:
     """Write what this process accepted. Without the file, a start takes two seconds more."""
-    kept = kept_json(path, list)
+    kept = _kept_keys(path)
     accepted = [key for key, error in VERDICTS.items() if error is None and key not in kept]
     if accepted:
         with suppress(StorageError):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-import psutil
 import torch
 
 from lora_rocm.device.device_memory import shares_main_memory
+from lora_rocm.device.main_memory import free_main_bytes
 from lora_rocm.families.base import ModelFamily
 from lora_rocm.train.context import StartContext
 from lora_rocm.train.dry_run import TakesSource
@@ -43,7 +43,7 @@ def read_base_early(start: StartContext, family: ModelFamily) -> None:
         return
     skeletons = {name: family.skeleton(name) for name in family.all_components}
     num_bytes = component_bytes(family, start.recipe, skeletons, start.dtype)
-    room_bytes = psutil.virtual_memory().available - SPARE_BYTES
+    room_bytes = free_main_bytes() - SPARE_BYTES
     source, trained = family.source, trained_components(family, start.recipe)
     encoding = [name for name in family.all_components if name not in trained]
     start.session.at_close.callback(source.abandon)

@@ -73,11 +73,12 @@ def train(start: StartContext, opened: OpenedDevice | None = None) -> tuple[bool
     # Caches, then base model, adapter and optimizer
     with ExitStack() as until_loaded:
         with session.phase("cache"):
-            is_new = checkpoint is None  # a resumed run has computed with its base before
-            if is_new:
+            # A resumed run has computed with its base before, unless the base may have changed
+            is_checked = checkpoint is None or start.accept_changes
+            if is_checked:
                 start.world.first("the base's files", family.examine)
             read_base_early(start, family)
-            if is_new:
+            if is_checked:
                 start.world.first("the base", lambda: _require_trainable(start, family))
             start = _with_tested_attention(start, opened)
             compilers = until_loaded.enter_context(compilers_of(start))
@@ -136,19 +137,30 @@ def _with_tested_attention(start: StartContext, opened: OpenedDevice | None) -> 
 
 
 def _require_trainable(start: StartContext, family: ModelFamily) -> None:
-    """Refuse a base or a LoRA file that cannot be trained."""
+    """Refuse a base or a LoRA file that cannot be trained. A resumed run does not read the files of its beginning."""
     recipe, accepted = start.recipe, Path(start.recipe.cache.dir) / "accepted_bases.json"
     dry_run.recall(accepted)
     base = require_usable(family, recipe)
-    key = ""
-    if recipe.lora.init_from is None and recipe.model.training_adapter is None and isinstance(family, TakesSource):
-        sections = (section.model_dump_json() for section in (recipe.model, recipe.lora))
-        key = dry_run.key_of(family.source, recipe, *sections, str(start.dtype))
-    if not key or key not in dry_run.VERDICTS:
-        require_startable(family, recipe, base.skeletons, start.dtype)
-        if key:
-            dry_run.VERDICTS[key] = None
+    if start.checkpoint is None:
+        key = _adapters_key(start, family)
+        if key not in dry_run.VERDICTS:
+            require_startable(family, recipe, base.skeletons, start.dtype)
+            if key:
+                dry_run.VERDICTS[key] = None
     dry_run.remember(accepted)
+
+
+def _adapters_key(start: StartContext, family: ModelFamily) -> str:
+    """Return a key for the acceptance of a recipe's adapters; "" if it depends on further files.
+
+    Vectors of new tokens are from embedding files, or from the tokenizer.
+    """
+    recipe = start.recipe
+    reads_files = recipe.lora.init_from or recipe.model.training_adapter or recipe.lora.new_tokens
+    if reads_files or not isinstance(family, TakesSource):
+        return ""
+    sections = (section.model_dump_json() for section in (recipe.model, recipe.lora))
+    return dry_run.key_of(family.source, recipe, *sections, str(start.dtype))
 
 
 def _notify_other_length(start: StartContext, updates: int, max_train_steps: int) -> None:

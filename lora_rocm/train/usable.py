@@ -151,4 +151,5 @@ def require_startable(
             trained_norms.fill(family, model, norms, Path(recipe.lora.init_from))
     attach_training_adapter(family, model, recipe.model.training_adapter, notify)
     named = [path for path in (recipe.lora.init_from, recipe.model.training_adapter) if path is not None]
-    return [file for path in named for file in files_of(Path(path).expanduser())]
+    embeddings = [Path(token.init_from).expanduser() for token in recipe.lora.new_tokens if token.init_from is not None]
+    return [*(file for path in named for file in files_of(Path(path).expanduser())), *embeddings]

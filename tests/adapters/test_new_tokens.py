@@ -21,6 +21,7 @@ from lora_rocm.families.base import family_for
 from lora_rocm.families.common import clip
 from lora_rocm.recipe.adapter_sections import NewToken
 from lora_rocm.rundir.layout import RunDir, embeddings_of
+from lora_rocm.train.usable import require_startable
 from tests.event_lines import read_events
 from tests.lora_files import write_as_forecast
 from tests.tiny_models import tiny_recipe
@@ -203,6 +204,10 @@ def test_what_cannot_start_a_token_is_refused(material: Path, tmp_path: Path) ->
         assert caught.value.code == "embedding-unfit" and "[2, " in caught.value.what
     save_file({"clip_l": torch.zeros(2, 32), "clip_g": torch.ones(2, 48)}, path)  # control
     new_tokens.start(family, model, [NewToken(token="<toy>", vectors=2, init_from=str(path))])
+    for token, files in ({"init_from": str(path)}, [path]), ({"init": "cat"}, []):  # ``check`` remembers their versions
+        asked = recipe_of(material, new_tokens=[{"token": "<toy>", "vectors": 2, **token}])
+        skeletons = {name: family.skeleton(name) for name in family.all_components}
+        assert require_startable(family_for(asked), asked, skeletons, torch.float32) == files
     with pytest.raises(AdapterError) as caught:
         new_tokens.start(family, model, [NewToken(token="<toy>", vectors=2, init="<toy>")])
     assert caught.value.code == "token-init-empty"

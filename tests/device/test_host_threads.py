@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -34,3 +35,28 @@ def test_work_that_waits_is_cancelled_at_an_error() -> None:
         threading.Timer(0.05, go_on.set).start()
         raise KeyError
     assert done == [0] and all(future.cancelled() for future in futures[1:])
+
+
+def test_pools_of_two_threads_leave_the_number_of_later_threads() -> None:
+    """The second pool opens in a thread that starts while the first one is open, and closes after it."""
+    before, opened, closes = torch.get_num_threads(), threading.Event(), threading.Event()
+
+    def second() -> None:
+        with threads_of_one_core(1) as pool:
+            pool.submit(opened.set).result()
+            closes.wait(10)
+
+    torch.set_num_threads(2)
+    try:
+        with ThreadPoolExecutor(1) as other:
+            with threads_of_one_core(1) as pool:
+                pool.submit(torch.get_num_threads).result()
+                ended = other.submit(second)
+                opened.wait(10)
+            closes.set()
+            ended.result()
+        with ThreadPoolExecutor(1) as later:
+            assert later.submit(torch.get_num_threads).result() == 2
+    finally:
+        closes.set()
+        torch.set_num_threads(before)

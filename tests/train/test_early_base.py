@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -47,7 +46,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(loading, "digest", hashing)
     properties = {CUDA: SimpleNamespace(is_integrated=False), SHARED: SimpleNamespace(is_integrated=True)}
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties[device])
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=ROOM))
+    monkeypatch.setattr(early_base, "free_main_bytes", lambda: ROOM)
     monkeypatch.setattr(early_base.os, "cpu_count", lambda: 8)
     return found
 
@@ -77,7 +76,7 @@ def test_the_base_is_read_early_where_that_helps(
     cores: int,
     read: int,
 ) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=room))
+    monkeypatch.setattr(early_base, "free_main_bytes", lambda: room)
     monkeypatch.setattr(early_base.os, "cpu_count", lambda: cores)
     recipe = recipe_of("sdxl", str(model), tmp_path)
     start, family = start_of(recipe, device), family_for(recipe)
@@ -128,7 +127,7 @@ def test_what_encodes_is_read_where_there_is_no_room_for_all(
     num_bytes = component_bytes(family, family.recipe, skeletons, torch.bfloat16)
     all_bytes, alone = early_base.SPARE_BYTES + sum(num_bytes.values()), list[set[str]]()
     for room in (all_bytes, all_bytes - 1, all_bytes - num_bytes["unet"] - 1):
-        monkeypatch.setattr(psutil, "virtual_memory", lambda room=room: SimpleNamespace(available=room))
+        monkeypatch.setattr(early_base, "free_main_bytes", lambda room=room: room)
         recipe = recipe_of("sdxl", str(model), tmp_path / str(room))
         start, used = start_of(recipe), family_for(recipe)
         reads.clear()

@@ -31,6 +31,7 @@ from lora_rocm.train import context as start_facts
 from lora_rocm.train import pipeline, resume
 from lora_rocm.train.checkpoint import latest_valid, save_checkpoint
 from lora_rocm.train.loop import Trainer
+from tests.config_mutations import mutate
 from tests.event_lines import read_events
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
 from tests.train.runs import CPU, STEPS, bytes_of, losses_of, make_recipe, material, rewound, start, straight
@@ -211,6 +212,22 @@ def test_the_state_of_another_optimizer_is_refused_also_with_accept_changes(
         start(other, tmp_path / "run", accept_changes=True)
     assert caught.value.code == "resume-optimizer-changed"
     assert RunDir(tmp_path / "run").list_checkpoints()
+
+
+def test_a_changed_base_that_cannot_compute_is_refused_with_accept_changes(
+    material: Path, straight: Path, tmp_path: Path
+) -> None:
+    """Its weights fit, so it loads. The file from which the run began is no longer needed."""
+    rewound(straight, tmp_path / "run")
+    base = Path(shutil.copytree(material / "model", tmp_path / "model"))
+    lora = {"init_from": str(tmp_path / "gone.safetensors")}
+    recipe = make_recipe(material, model={"name_or_path": str(base)}, lora=lora)
+    mutate(base / "unet" / "config.json", "addition_time_embed_dim", "number")
+    with pytest.raises(ModelError) as caught:
+        start(recipe, tmp_path / "run", accept_changes=True)
+    assert caught.value.code == "config-unfit" and str(base / "unet") in str(caught.value.where)
+    shutil.copy(material / "model" / "unet" / "config.json", base / "unet" / "config.json")
+    assert start(recipe, tmp_path / "run", accept_changes=True), "the control"
 
 
 def test_changed_recipe_or_images_are_refused_on_resume(material: Path, straight: Path, tmp_path: Path) -> None:

@@ -81,6 +81,8 @@ def test_adapters_of_an_earlier_start_are_not_attached_twice(
     assert [times("first"), times("second"), times("other", lora={"rank": 3})] == [1, 0, 1]
     from_file = {"rank": 2, "init_from": str(next(straight.rglob("*.safetensors")))}
     assert [times("from a file", lora=from_file), times("again", lora=from_file)] == [1, 1]
+    token = {"rank": 2, "new_tokens": [{"token": "<toy>", "init": "cat"}]}  # the tokenizer may change
+    assert [times("token", lora=token), times("token again", lora=token)] == [1, 1]
     dry_run.VERDICTS.clear()
 
 

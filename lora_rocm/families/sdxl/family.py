@@ -74,11 +74,13 @@ class Sdxl(LdmFamily):
         return {"time_ids": torch.tensor([*original_hw, *crop_top_left, *target_hw], dtype=torch.int64)}
 
     def text_example(self, rows: int) -> Tensors:
-        unet = self.source.config("unet")
         if self.recipe.lora.tokenises:
             ids = torch.zeros(rows, clip.CLIP_TOKENS, dtype=torch.int64)
             return {name: ids.clone() for name in self.token_names}
-        pooled = unet.whole("projection_class_embeddings_input_dim") - 6 * unet.whole("addition_time_embed_dim")
+        unet = self.source.config("unet")
+        for key in ("projection_class_embeddings_input_dim", "addition_time_embed_dim"):
+            unet.whole(key)  # an error names the key
+        pooled = self.source.config(self.text_components[-1]).whole("projection_dim", 512)
         prompts = {
             f"prompt_embeds_{number}": torch.zeros(
                 rows, clip.CLIP_TOKENS, self.source.config(name).whole("hidden_size", 512)

@@ -99,13 +99,21 @@ def _memory(reads: ProbeReads) -> tuple[int | None, int | None, int | None]:
     total, available, swap = found.get("MemTotal"), found.get("MemAvailable"), found.get("SwapTotal")
     if text and total is None:
         reads.note("/proc/meminfo", "the line MemTotal is missing")
-    limit = reads.line("/sys/fs/cgroup/memory.max")  # "max" means no limit
-    if not re.fullmatch(r"\d{1,18}", limit) or total is None or int(limit) >= total:
+    container = container_memory(reads)
+    if container is None or total is None or container[0] >= total:
         return total, available, swap
-    used = reads.number("/sys/fs/cgroup/memory.current") or 0
+    limit, free = container
+    return limit, min(free, available if available is not None else free), swap
+
+
+def container_memory(reads: ProbeReads) -> tuple[int, int] | None:
+    """Return (limit, free) memory of this container in bytes, or None if it has no limit."""
+    text = reads.line("/sys/fs/cgroup/memory.max")  # "max" means no limit
+    if not re.fullmatch(r"\d{1,18}", text):
+        return None
+    limit, used = int(text), reads.number("/sys/fs/cgroup/memory.current") or 0
     cache = re.search(r"^inactive_file (\d{1,18})$", reads.text("/sys/fs/cgroup/memory.stat") or "", re.MULTILINE)
-    free = max(int(limit) - used + (int(cache.group(1)) if cache else 0), 0)
-    return int(limit), min(free, int(limit), available if available is not None else free), swap
+    return limit, min(max(limit - used + (int(cache.group(1)) if cache else 0), 0), limit)
 
 
 def _os_release(reads: ProbeReads) -> dict[str, str]:
