@@ -103,8 +103,10 @@ def previews(request: Request) -> Response:
     run_dir = _run(request)
     name = context_of(request).folders.name_of(run_dir.path)
     found = previews_of(run_dir)
-    shown = found if "all" in request.query_params else found[:ROUNDS]
-    return fragment(request, VIEW, "previews", name=name, rounds=shown, num_more=len(found) - len(shown))
+    are_all = "all" in request.query_params
+    shown = found if are_all else found[:ROUNDS]
+    more = len(found) - len(shown)
+    return fragment(request, VIEW, "previews", name=name, rounds=shown, num_more=more, all=are_all)
 
 
 def picture(request: Request) -> Response:
