@@ -262,3 +262,69 @@ def test_what_the_user_opened_stays_open(tab: Tab) -> None:
         page.evaluate("document.body.dispatchEvent(new CustomEvent('live:state', {detail: {steps: []}}))")
     answered(tab)
     assert page.locator("#state details[open]").count() == 1
+
+
+def test_a_changed_text_of_the_queue_is_discarded_only_if_the_user_says_so(tab: Tab, queue: QueueDir) -> None:
+    page, asked = tab.open("/queue"), list[str]()
+
+    def keep(dialog: Any) -> None:
+        asked.append(dialog.type)
+        dialog.dismiss()
+
+    page.on("dialog", keep)
+    edit, text = page.get_by_role("button", name="Edit the recipe two-dog"), page.locator("#queue-text")
+    edit.click()
+    text.wait_for()
+    edit.click()  # the control: nothing is changed
+    answered(tab)
+    assert asked == []
+    text.press_sequentially("# typed")
+    edit.click()
+    page.get_by_role("link", name="Close").click()
+    wait_until(page, lambda: len(asked) == 2)
+    assert asked == ["confirm", "beforeunload"] and "# typed" in text.input_value()
+    page.locator("#queue-recipe").get_by_role("button", name="Save").click()
+    page.get_by_text("Saved.").wait_for()
+    page.get_by_role("link", name="Close").click()
+    text.wait_for(state="detached")
+    assert len(asked) == 2
+
+
+def test_a_stroke_that_is_painted_while_the_mask_is_saved_stays(tab: Tab) -> None:
+    folder = tab.folder / "two strokes"
+    shutil.rmtree(folder, ignore_errors=True)
+    write_folder(folder)
+    page = tab.open("/images/edit?dir=two+strokes&name=image+0.png")
+    canvas, save = page.locator("mask-editor[data-loaded] canvas"), page.get_by_role("button", name="Save mask")
+    canvas.press("Space")
+    found = Held(tab, "**/images/mask?*")
+    save.click()
+    found.wait()
+    for key in (*("ArrowRight",) * 4, "Space"):
+        canvas.press(key)
+    found.go()
+    mask = folder / "image 0-masklabel.png"
+    wait_until(page, mask.exists)
+    answered(tab)
+    first = mask.read_bytes()
+    with page.expect_navigation():  # the second one is saved against the version of the first
+        save.click()
+    assert mask.read_bytes() != first
+
+
+def test_what_has_the_focus_is_not_below_the_navigation(tab: Tab) -> None:
+    """At 360 px the navigation is fixed at the lower edge."""
+    page = tab.page
+    page.set_viewport_size({"width": 360, "height": 740})
+    tab.run("two-stops")
+    tab.open("/runs/view?dir=runs/two-stops")
+    page.locator("#files a").first.wait_for()
+    bottoms = list[float]()
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        bottoms += page.evaluate(
+            "() => [document.activeElement].filter((at) => at.closest('main') && at.id !== 'content')"
+            ".map((at) => at.getBoundingClientRect().bottom)"
+        )
+    edge = page.evaluate("document.querySelector('nav.parts').getBoundingClientRect().top")
+    assert len(bottoms) > 10 and max(bottoms) <= edge
