@@ -118,10 +118,6 @@ class ImageGrid extends HTMLElement {
       if (!this.windows.get(window)) {
         const answer = await this.fetchRows(window, this.choice);
         if (answer === null) break;
-        if (answer.choice !== this.choice) { // the folder has changed: these are the names of other places
-          this.reload(true);
-          break;
-        }
         this.windows.set(window, answer.rows);
       }
       found.push(this.row(index)[0]);

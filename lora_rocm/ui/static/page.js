@@ -83,6 +83,14 @@ document.addEventListener("htmx:finally:request", (event) => {
 });
 addEventListener("pageshow", () => { changing.clear(); });
 
+// A page that leads on by itself, once what it waits for is there, is not one that Back leads to.
+document.addEventListener("htmx:before:response", (event) => {
+  const { hx, request } = event.detail.ctx;
+  if (request.method !== "GET" || !hx.redirect) return;
+  event.preventDefault();
+  location.replace(hx.redirect);
+});
+
 // An answer is not drawn over the answer to a later question.
 const asked = new WeakMap(); // context of a request -> its number
 const drawn = new WeakMap(); // target -> number of the newest request whose answer it shows

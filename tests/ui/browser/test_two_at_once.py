@@ -145,9 +145,18 @@ def test_nothing_that_is_typed_in_a_recipe_is_lost(tab: Tab, recipe: Path) -> No
     page.locator("#plan .chips").wait_for()
     area, state = page.locator("#recipe-text"), page.locator("#saved-state")
     look = "dispatchEvent(new Event('focus'))"
-    # While a preset is applied
-    page.locator("[data-preset]").first.click()
+    # The preset that was chosen last is shown
+    presets = page.locator("[data-preset]")
+    found = Held(tab, "**/recipe/preset?*")
+    presets.nth(1).click()
+    found.wait()
+    found.is_open = True
+    presets.first.click()
     page.locator("[data-apply]").wait_for()
+    found.go()
+    answered(tab)
+    assert page.locator("#preset b").first.inner_text() == presets.first.inner_text()
+    # While it is applied
     found = Held(tab, "**/preset/apply?*")
     page.locator("[data-apply]").click()
     found.wait()
