@@ -5,6 +5,7 @@ Lines with events other than ``step`` are parsed on request, because most comman
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from array import array
@@ -102,6 +103,18 @@ class Steps(Sequence[StepEvent]):
                     values[field][name] = found[at]
         return StepEvent.model_construct(**values)
 
+    def copy(self) -> Steps:
+        """Return the same steps, to which others can be appended."""
+        made = Steps()
+        made.lines = self.lines[:]
+        made.whole = {name: column[:] for name, column in self.whole.items()}
+        made.real = {name: column[:] for name, column in self.real.items()}
+        made.named = {
+            field: {name: (numbers[:], values[:]) for name, (numbers, values) in of_name.items()}
+            for field, of_name in self.named.items()
+        }
+        return made
+
     def chosen(self, numbers: Sequence[int]) -> Steps:
         """Return the steps with these indices, in this order."""
         made = Steps()
@@ -175,6 +188,16 @@ class EventLog:
             lines = self._kept.get(kind.type, ())
             self._parsed[kind.type] = [(at, event) for at, line in lines if (event := event_of(line)) is not None]
         return self._parsed[kind.type]  # type: ignore[return-value]
+
+    def copy(self) -> EventLog:
+        """Return a log with the same events. Reading further lines into one does not change the other."""
+        made = EventLog()
+        made.steps, made.current, made._current_updates = self.steps.copy(), self.current[:], self._current_updates[:]
+        made.num_lines, made.num_bytes, made.last_s = self.num_lines, self.num_bytes, self.last_s
+        made.set_aside = copy.deepcopy(self.set_aside)
+        made._kept = {kind: lines.copy() for kind, lines in self._kept.items()}
+        made._parsed = dict(self._parsed)
+        return made
 
     def read(self, lines: Iterable[bytes]) -> None:
         """Add the next lines of the file."""

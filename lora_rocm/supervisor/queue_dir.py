@@ -234,6 +234,15 @@ class QueueDir:
         found = next(same_file, None) or next(same_name, None)
         return found or self.present(item.path.name)
 
+    def moved(self, file_name: str) -> QueueItem:
+        """Return the recipe that had a file name when a user or a page read it, with the name that it has now.
+
+        Raises:
+            UserError: "queue-item-gone". The message names the reason.
+        """
+        match = ITEM.fullmatch(file_name)
+        return self.current(QueueItem(self.path / file_name, None, name_key(match[2]) if match else ""))
+
     def ask_to_stop(self) -> None:
         """Create the file ``stop``.
 

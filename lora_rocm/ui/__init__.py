@@ -29,7 +29,9 @@ Errors:
 State changes:
     ``hx-post`` needs nothing else, because ``page.js`` adds the proof (``X-CSRF``) to each request of htmx. A plain
     HTML form contains ``{{ proof() }}``, and the handler answers with a 303 redirect. Own scripts send the header with
-    ``fetch`` (``csrfHeaders()`` of ``page.js``). Files (``multipart/form-data``) need the header.
+    ``fetch`` (``csrfHeaders()`` of ``page.js``). Files (``multipart/form-data``) need the header. ``page.js`` drops a
+    change of an element while it makes another one (a double click), and a ``GET`` answer that is older than the
+    one its target shows. A button that is drawn again has an ``id`` that does not depend on its state: the focus stays.
 
 Edits:
     A change of a file is ``context.edits.save(path, content, if_match)``: it is written completely or not at all,

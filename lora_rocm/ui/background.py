@@ -6,7 +6,7 @@ live stream. Work ends with the server. Training outlives it, because it is its 
 
 from __future__ import annotations
 
-import re
+import hashlib
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +23,7 @@ PAUSE_S = 0.25
 
 def key_of(kind: str, name: str) -> str:
     """Return the key of work on a run. kind: the kind of work. name: what requests call the run."""
-    return f"{kind}-" + re.sub(r"[^A-Za-z0-9]", "-", name)[-80:]
+    return f"{kind}-{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
 
 
 @dataclass

@@ -50,7 +50,13 @@ class EditConflict(UserError):
 
 @dataclass(frozen=True)
 class SavedEdit:
-    """A saved change. version: the file's new version. undo: the name under which it can be undone."""
+    """A saved change.
+
+    Attributes:
+        path: the file.
+        version: its new version.
+        undo: the name under which it can be undone; empty if there is nothing to undo.
+    """
 
     path: Path
     version: str
@@ -83,7 +89,9 @@ class Edits:
         return content, version_of(content)
 
     def save(self, path: Path, content: bytes | None, if_match: str) -> SavedEdit:
-        """Write a file, or delete it if ``content`` is None.
+        """Write a file, or delete it if ``content`` is None. A file that has this content already stays as it is.
+
+        So a change that is sent twice, as by a double click, does not conflict with itself.
 
         Args:
             path: the file, from ``Folders.resolve``.
@@ -96,6 +104,8 @@ class Edits:
         """
         with self._only(path):
             before, version = self.read(path)
+            if before == content:
+                return SavedEdit(path, version, "")
             if version != if_match:
                 raise EditConflict(path, content or b"", before, version)
             undo = self._keep(path, before, version_of(content))

@@ -6,6 +6,7 @@ program's own folder, which the page shows if the process ends before the run ha
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import subprocess
@@ -16,13 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lora_rocm.errors import UserError, storage_error
-from lora_rocm.foundation.bounded_read import check_plain
+from lora_rocm.foundation.bounded_read import FileVersion, check_plain
 from lora_rocm.foundation.files import make_folder, open_in_place
 from lora_rocm.foundation.safe_path import python_command, python_environment
 from lora_rocm.hardware.app_dir import own_app_dir
 from lora_rocm.processes.process import own_group
 from lora_rocm.rundir.held_locks import is_running
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.newest import is_run
 from lora_rocm.supervisor.queue_dir import QueueDir
 
 MAX_SHOWN_BYTES = 1 << 14
@@ -36,12 +38,14 @@ class Launched:
         run_dir: its run or its queue.
         output: the file with its output.
         began_s: when it was started, in seconds since the epoch.
+        asked: the request with the version of its recipe; None if it continues something.
     """
 
     run_dir: Path
     output: Path
     process: subprocess.Popen[bytes]
     began_s: float = field(default_factory=time.time)
+    asked: object = None
 
     @property
     def exit_code(self) -> int | None:
@@ -65,9 +69,12 @@ class Launches:
 
     def __init__(self) -> None:
         self._lock, self._of = threading.Lock(), dict[Path, Launched]()
+        self._training = threading.Lock()
 
     def train(self, recipe: Path | str, overrides: Sequence[str], working: Path) -> Path:
         """Start a run of a recipe, and return its directory.
+
+        While the process of an equal start has not made its run yet, this is the same start: a double click.
 
         Args:
             recipe: path of the recipe, or name of a shipped one.
@@ -81,8 +88,13 @@ class Launches:
         from lora_rocm.commands.start_run import prepare_run
 
         request = RunRequest(str(recipe), tuple(overrides))
-        run_dir = RunDir((working / prepare_run(request).run_dir.path).absolute())
-        self._start(run_dir.path, request.start_words(run_dir), working)
+        asked = (request, working, _version(working / recipe))
+        with self._training:
+            for each in self.all():
+                if each.asked == asked and each.exit_code is None and not is_run(each.run_dir):
+                    return each.run_dir
+            run_dir = RunDir((working / prepare_run(request).run_dir.path).absolute())
+            self._start(run_dir.path, request.start_words(run_dir), working, asked)
         return run_dir.path
 
     def resume(self, run_dir: RunDir, working: Path) -> None:
@@ -121,7 +133,7 @@ class Launches:
         with self._lock:
             return list(self._of.values())
 
-    def _start(self, run_dir: Path, words: Sequence[str], working: Path) -> None:
+    def _start(self, run_dir: Path, words: Sequence[str], working: Path, asked: object = None) -> None:
         name = hashlib.sha256(str(run_dir).encode("utf-8", "replace")).hexdigest()[:24]
         output = own_app_dir() / "ui" / "started" / f"{name}.log"
         with self._lock:
@@ -143,4 +155,11 @@ class Launches:
                     )
             except OSError as error:
                 raise storage_error(error, output) from error
-            self._of[run_dir] = Launched(run_dir, output, process)
+            self._of[run_dir] = Launched(run_dir, output, process, asked=asked)
+
+
+def _version(recipe: Path) -> FileVersion | None:
+    """Return the version of a recipe; None for a shipped one."""
+    with contextlib.suppress(OSError):
+        return FileVersion.of(recipe)
+    return None

@@ -51,6 +51,13 @@ def _size(path: Path) -> int:
     return 0
 
 
+def _inode(path: Path) -> int:
+    """Return the number of a file in its file system; 0 if there is none."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_ino
+    return 0
+
+
 @dataclass(frozen=True)
 class LiveMessage:
     """One message of the stream. changed: the names of the changes. steps: new steps, as lists of numbers."""
@@ -78,6 +85,7 @@ class TabStream:
     offsets: tuple[int, int]
     queue: asyncio.Queue[LiveMessage | None] = field(default_factory=lambda: asyncio.Queue(MAX_WAITING))
     readers: list[EventReader] = field(init=False)
+    inode: int = 0
     was_running: bool | None = None
     is_gone: bool = False
 
@@ -88,6 +96,7 @@ class TabStream:
         if self.run_dir is not None:
             files = (self.run_dir.events(), self.run_dir.events(SUPERVISOR))
             self.readers = [EventReader(path, offset) for path, offset in zip(files, offsets, strict=True)]
+            self.inode = _inode(files[0])
 
     @property
     def id(self) -> str:
@@ -109,12 +118,14 @@ class TabStream:
         if not is_run(self.run_dir.path):
             was_there, self.is_gone = not self.is_gone, True
             return LiveMessage(self.id, frozenset((GONE,))) if was_there else None
-        self.is_gone = False
+        # a run that came back, another one with its name, and a file that became shorter are read again
+        is_other, self.is_gone = self.is_gone or self.inode not in (0, _inode(self.readers[0].path)), False
         sizes = [_size(reader.path) for reader in self.readers]
-        if any(size < reader.offset for size, reader in zip(sizes, self.readers, strict=True)):
+        if is_other or any(size < reader.offset for size, reader in zip(sizes, self.readers, strict=True)):
             self._read_from((sizes[0], sizes[1]))
             return LiveMessage(self.id, frozenset((RESET,)))
         # read both files
+        self.inode = self.inode or _inode(self.readers[0].path)
         changed, steps = set[str](), list[StepEvent]()
         for reader in self.readers:
             try:

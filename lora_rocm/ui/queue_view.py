@@ -152,8 +152,10 @@ def shown_queue(ui: UiContext) -> ShownQueue:
     names = [each.name for each in found.recipes]
     items = [_item(ui, queue, each, each.name in names[:index]) for index, each in enumerate(found.recipes)]
     done = queue.finished()[::-1]
-    shown = [_done(ui.folders, each) for each in done[:MAX_DONE]]
-    return ShownQueue(items, version_of(_order(each.file for each in found.recipes)), shown, len(done) - len(shown))
+    shown = [each for item in done[:MAX_DONE] if (each := _done(ui.folders, item)) is not None]
+    return ShownQueue(
+        items, version_of(_order(each.file for each in found.recipes)), shown, max(0, len(done) - MAX_DONE)
+    )
 
 
 def _item(ui: UiContext, queue: QueueDir, recipe: QueuedRecipe, is_repeated: bool) -> ShownItem:
@@ -168,9 +170,13 @@ def _item(ui: UiContext, queue: QueueDir, recipe: QueuedRecipe, is_repeated: boo
     return ShownItem(recipe, key, run_name(ui.folders, recipe.run), version, is_fixed)
 
 
-def _done(folders: Folders, item: DoneItem) -> ShownDone:
+def _done(folders: Folders, item: DoneItem) -> ShownDone | None:
+    """Return a finished recipe; None if its file was removed meanwhile."""
     name, run = item.path.stem, run_name(folders, item.run)
-    when = time.strftime(DAY, time.localtime(item.path.lstat().st_mtime))
+    try:
+        when = time.strftime(DAY, time.localtime(item.path.lstat().st_mtime))
+    except OSError:
+        return None
     if run is None or item.run is None:
         return ShownDone(name, None, when, None, None, None)
     run_dir = RunDir(item.run)
@@ -257,4 +263,4 @@ def undo_removal(queue: QueueDir, edits: Edits, file_name: str) -> SavedEdit:
         StorageError: the queue cannot be written.
     """
     with queue.editing():
-        return edits.undo(queue.path / Path(file_name).name)
+        return edits.undo(queue.path / Path(file_name).name, MISSING)

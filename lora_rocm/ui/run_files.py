@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -58,6 +59,15 @@ def savable(view: RunView) -> set[Path]:
     """Return all files of a run that a browser can save, with all links resolved."""
     inside = [path for folder in result_folders(view) for path in folder.files]
     return {path.resolve() for path in (*result_paths(view), *inside)}
+
+
+def sizes_of(paths: Iterable[Path]) -> dict[Path, int]:
+    """Return the sizes in bytes of the files that are still there: an export may replace one meanwhile."""
+    found = dict[Path, int]()
+    for path in paths:
+        with contextlib.suppress(OSError):
+            found[path] = path.stat().st_size
+    return found
 
 
 def download_name(run_dir: RunDir, path: Path) -> str:

@@ -35,7 +35,9 @@ class _GrowingLog:
         self.reader = EventReader(self.path, self.log.num_bytes)
 
     def read(self) -> EventLog:
-        """Return the log after reading the new lines. A file that was replaced or became shorter is read again.
+        """Return the log with the new lines. A file that was replaced or became shorter is read again.
+
+        A log that was returned before stays as it is: another thread may be reading it.
 
         Raises:
             StorageError: see ``events.size_if_there``.
@@ -44,7 +46,9 @@ class _GrowingLog:
             self._begin()
             return self.log
         with contextlib.suppress(FileNotFoundError):
-            self.log.read(self.reader.lines())
+            if lines := list(self.reader.lines()):
+                self.log = self.log.copy()
+                self.log.read(lines)
         return self.log
 
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from lora_rocm.errors import MachineError, UserError
-from lora_rocm.ui.background import Background, Work
+from lora_rocm.ui.background import Background, Work, key_of
 
 
 def ended(work: Work) -> Work:
@@ -64,3 +64,10 @@ def test_work_ends_when_it_is_cancelled() -> None:
     other = background.start("a", function)
     background.close()
     assert ended(other).status == "cancelled"
+
+
+def test_each_run_has_its_own_key() -> None:
+    """Otherwise a page would show, and cancel, the work of another run."""
+    names = ("runs/cat-v1", "runs/cat_v1", "runs/cat v1", "runs-cat/v1", "x" * 90, "y" + "x" * 89)
+    assert len({key_of("try", name) for name in names}) == len(names)
+    assert key_of("try", names[0]) == key_of("try", names[0]) != key_of("export", names[0])

@@ -21,6 +21,7 @@ from lora_rocm.processes.jobs import CompareJob
 from lora_rocm.rundir.clicks import read_clicks
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.lock import locked
+from lora_rocm.ui.background import key_of
 from tests.supervisor.fake_run import event
 from tests.ui.drawn_grid import PROMPT, STEPS, STRENGTHS, made_answers, with_files, with_grid, with_text_recipe
 from tests.ui.site import Site, code_of
@@ -72,7 +73,7 @@ def test_the_missing_pictures_are_drawn_and_no_others(site: Site, child: FakeChi
     run_dir = with_files(site.run())
     fields = {"prompts": f"{PROMPT}\n\n", "strengths": "0.8, 1", "most": "3"}
     assert site.client.post("/choose/draw", params=RUN, data=fields).status_code == 200
-    work = site.context.background.of("choose-runs-a-run")
+    work = site.context.background.of(key_of("choose", "runs/a-run"))
     assert work is not None and work._ended.wait(10) and work.error is None and work.result.count == 7
     (job,) = child.jobs
     assert [updates for updates, _ in job.files] == [*STEPS] and job.strengths == STRENGTHS and job.prompts == (PROMPT,)
@@ -90,7 +91,7 @@ def test_the_missing_pictures_are_drawn_and_no_others(site: Site, child: FakeChi
     # a new strength is drawn alone
     fields["strengths"] = "0.8 1 1.2"
     site.client.post("/choose/draw", params=RUN, data=fields)
-    work = site.context.background.of("choose-runs-a-run")
+    work = site.context.background.of(key_of("choose", "runs/a-run"))
     assert work is not None and work._ended.wait(10) and work.result.count == 3
     assert "a &lt;notice&gt;" in site.get("/choose/drawing", **RUN)
     assert child.jobs[-1].strengths == (1.2,) and site.get("/choose/pictures", **RUN).count("<img") == 10
@@ -114,7 +115,7 @@ def test_drawing_is_cancelled_and_keeps_finished_files(site: Site, child: FakeCh
     assert code_of(site.client.post("/choose/draw", params=RUN, data=fields).text) == "work-runs-already"
     site.client.post("/choose/cancel", params=RUN)
     go_on.set()
-    work = site.context.background.of("choose-runs-a-run")
+    work = site.context.background.of(key_of("choose", "runs/a-run"))
     assert work is not None and work._ended.wait(10) and isinstance(work.error, StoppedError)
     grid = open_grid(run_dir.path)[2]
     assert grid is not None and {cell.updates for cell in grid.missing} == {20, 40}
@@ -138,7 +139,7 @@ def test_nothing_is_drawn_next_to_a_run_without_room(
     run_dir.result.unlink()
     with locked(run_dir):
         site.client.post("/choose/draw", params=RUN, data={"prompts": PROMPT, "strengths": "1", "most": "1"})
-        work = site.context.background.of("choose-runs-a-run")
+        work = site.context.background.of(key_of("choose", "runs/a-run"))
         assert work is not None and work._ended.wait(10)
         assert (work.error is None) is has_room and bool(child.jobs) is has_room
         assert has_room or (work.error is not None and work.error.code == "no-room-while-training")

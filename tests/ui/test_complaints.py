@@ -158,7 +158,9 @@ def test_a_run_with_hundreds_of_checkpoints_has_a_short_page(site: Site) -> None
         assert len(text) < 300_000 and len(images) <= 3 * ROUNDS, path
         assert all('loading="lazy"' in image for image in images), path
     assert site.get("/runs/previews", **RUN).count("<img ") >= ROUNDS  # the control: pictures are shown
-    assert site.get("/runs/previews", all=1, **RUN).count("<img ") > 300
+    whole = site.get("/runs/previews", all=1, **RUN)
+    assert whole.count("<img ") > 300
+    assert 'id="all-previews" name="all"' in whole and 'hx-include="#all-previews"' in site.get("/runs/view", **RUN)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES.names))

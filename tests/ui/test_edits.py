@@ -31,6 +31,17 @@ def test_a_change_needs_the_version_that_was_read(tmp_path: Path) -> None:
     assert raised.value.theirs is None
 
 
+def test_a_change_that_is_sent_twice_does_not_conflict_with_itself(tmp_path: Path) -> None:
+    edits, path = Edits(), tmp_path / "a.txt"
+    first = edits.save(path, b"one", MISSING)
+    second = edits.save(path, b"two", first.version)
+    again = edits.save(path, b"two", first.version)  # the second click of a double click
+    assert again.version == second.version and not again.undo
+    assert edits.undo(path).version == first.version and path.read_bytes() == b"one"
+    with pytest.raises(EditConflict):  # the control
+        edits.save(path, b"two", MISSING)
+
+
 def test_changes_are_undone_one_after_another(tmp_path: Path) -> None:
     edits, path = Edits(), tmp_path / "a.txt"
     version = MISSING

@@ -15,6 +15,7 @@ from lora_rocm.dataset.companions.masks import MASK
 from lora_rocm.dataset.sources.scan import scan
 from lora_rocm.recipe.schema import DataSection
 from lora_rocm.recipe.source_sections import DataSource
+from lora_rocm.ui.edits import Edits
 from lora_rocm.ui.image_set.crop_rows import with_crop
 from tests.ui.image_folders import write_folder, write_image
 from tests.ui.site import Site, code_of
@@ -163,3 +164,43 @@ def test_a_saved_crop_is_confirmed_and_the_next_image_is_one_click_away(site: Si
     assert "name=image+1.png" in after.text
     last = site.get("/images/edit", dir="pictures", name="image 3.png")
     assert set(re.findall(r"/images/edit[^\"]*name=image\+(\d)", last)) <= {"3"}
+
+
+def test_a_crop_that_was_written_by_hand_is_the_one_that_is_shown(site: Site, folder: Path) -> None:
+    """Written in place, so that only the file changes. Otherwise the version would be of a crop that nobody saw."""
+    for width in (80, 70):
+        row = {"file_name": "image 0.png", "crop": [8, 0, width, 64], "text": f"wide {width}"}
+        (folder / "metadata.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+        shown = re.findall(r'name="width"[^>]* value="(\d+)"', site.get("/images/edit", **HERE))
+        assert shown == [str(width)]
+
+
+def test_a_crop_that_changes_while_the_page_is_made_is_not_older_than_its_version(
+    site: Site, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = folder / "metadata.jsonl"
+    table.write_text('{"file_name": "image 0.png", "crop": [8, 0, 80, 64]}\n', encoding="utf-8")
+    site.get("/images/edit", **HERE)
+    read = Edits.read
+
+    def late(self: Edits, path: Path) -> tuple[bytes | None, str]:
+        if path == table:
+            monkeypatch.setattr(Edits, "read", read)
+            table.write_text('{"file_name": "image 0.png", "crop": [8, 0, 70, 64]}\n', encoding="utf-8")
+        return read(self, path)
+
+    monkeypatch.setattr(Edits, "read", late)
+    text = site.get("/images/edit", **HERE)
+    assert re.findall(r'name="width"[^>]* value="(\d+)"', text) == ["70"]
+    assert re.findall(r'name="version" value="([^"]*)"', text) == [site.context.edits.read(table)[1]]
+
+
+def test_the_editor_undoes_only_the_change_that_it_shows(site: Site, folder: Path) -> None:
+    save_mask(site, png(), "missing")
+    text = site.get("/images/edit", **HERE)
+    newest = re.findall(r'id="newest-change" name="newest" value="([^"]+)"', text)[0]
+    save_crop(site, (8, 0, 80, 64))  # in another tab
+    given = {"params": {"dir": "pictures"}, "data": {"newest": newest}}
+    assert code_of(site.client.post("/images/undo", **given).text) == "edit-conflict"
+    assert (folder / "metadata.jsonl").exists() and (folder / "image 0-masklabel.png").exists()
+    assert 'hx-include="#newest-change"' in text

@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from lora_rocm.errors import UserError
 from lora_rocm.ui.background import Work
 from lora_rocm.ui.folders import MODELS
+from lora_rocm.ui.image_set import listing
+from lora_rocm.ui.image_set.changes import ChangeJournal
 from lora_rocm.ui.image_set.choosing import MAX_ROWS
 from lora_rocm.ui.image_set.listing import LISTINGS
 from tests.ui.image_folders import write_folder, write_image
@@ -333,3 +336,38 @@ def test_saving_an_unchanged_caption_keeps_every_letter(site: Site, folder: Path
     given = fields(site, "image 0.png")
     assert save(site, "image 0.png", {**given, "text": html.unescape(given["text"])}).status_code == 200
     assert (folder / "image 0.txt").read_bytes() == caption.encode()
+
+
+def test_a_folder_that_changes_while_it_is_read_is_read_again(
+    site: Site, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As during an upload. Otherwise the new image is missing until the folder changes once more."""
+    os.utime(folder, (1, 1))
+    walk = listing.walk
+
+    def late(*args: Any, **options: Any) -> Any:
+        found = walk(*args, **options)
+        write_image(folder / "late.png")
+        return found
+
+    monkeypatch.setattr(listing, "walk", late)
+    assert len(rows(site)) == 4
+    monkeypatch.setattr(listing, "walk", walk)
+    assert len(rows(site)) == 5
+
+
+def test_an_undo_of_a_change_that_was_undone_meanwhile_is_refused(site: Site, folder: Path) -> None:
+    for text in ("one", "two"):
+        save(site, "image 0.png", {**fields(site, "image 0.png"), "text": text})
+    journal = ChangeJournal(site.context.edits, folder)
+    newest = journal.version
+    journal.undo(if_match=newest)
+    with pytest.raises(UserError) as raised:  # of two clicks, which were both accepted before the first one was done
+        journal.undo(if_match=newest)
+    assert raised.value.code == "edit-conflict" and (folder / "image 0.txt").read_text(encoding="utf-8") == "one"
+
+
+def test_a_caption_that_is_saved_twice_is_one_change(site: Site, folder: Path) -> None:
+    given = {**fields(site, "image 0.png"), "text": "new"}
+    assert [save(site, "image 0.png", given).status_code for _ in range(2)] == [200, 200]
+    assert len(ChangeJournal(site.context.edits, folder).changes()) == 1

@@ -87,6 +87,35 @@ def test_a_shorter_file_and_a_deleted_run_are_reported(run_dir: RunDir) -> None:
     assert in_loop(work) == [{RESET}, set(), {GONE}, set()]
 
 
+def test_another_run_with_the_name_of_the_shown_one_is_shown_from_its_begin(run_dir: RunDir) -> None:
+    """Otherwise its newest steps would be appended to the curve of the run before it."""
+    other = RunDir(run_dir.path.with_name("b"))
+    write_whole_run(other)
+    append(other, *range(41, 50))
+
+    def exchange(*, is_seen: bool) -> None:
+        nonlocal stream
+        run_dir.path.rename(run_dir.path.with_name(f"old-{is_seen}"))
+        assert not is_seen or stream.poll(with_lock=True) == LiveMessage(stream.id, frozenset((GONE,)))
+        shutil.copytree(other.path, run_dir.path)
+
+    async def work() -> list[LiveMessage | None]:
+        nonlocal stream
+        place, found = offsets_of(live_id(run_dir)), list[LiveMessage | None]()
+        assert place is not None
+        stream = TabStream(asyncio.get_running_loop(), run_dir, place)
+        for is_seen in (True, False):
+            exchange(is_seen=is_seen)
+            found.append(stream.poll(with_lock=False))
+        append(run_dir, 50)
+        return [*found, stream.poll(with_lock=False)]
+
+    stream: TabStream
+    first, second, third = in_loop(work)
+    assert first is not None and second is not None and first.changed == second.changed == {RESET}
+    assert third is not None and [step[0] for step in third.steps] == [50]  # the control
+
+
 def test_the_begin_and_the_end_of_a_run_are_reported(run_dir: RunDir) -> None:
     async def work() -> list[frozenset[str]]:
         place = offsets_of(live_id(run_dir))

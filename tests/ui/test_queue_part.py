@@ -14,9 +14,10 @@ from lora_rocm.commands import queue as commands
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.lock import locked as locked_run
 from lora_rocm.supervisor.queue_dir import QueueDir, locked
-from lora_rocm.ui import launch
+from lora_rocm.ui import launch, queue_view
+from lora_rocm.ui.folders import Folders
 from lora_rocm.ui.live import queue_state
-from lora_rocm.ui.queue_view import activity_of_queue, order_version, shown_queue
+from lora_rocm.ui.queue_view import activity_of_queue, order_version, run_name, shown_queue
 from tests.supervisor.fake_run import RECIPE
 from tests.ui.site import Site, code_of
 
@@ -244,6 +245,46 @@ def test_the_stream_names_every_change_of_the_queue(site: Site, queue: QueueDir)
     queue.ask_to_stop()
     states.append(queue_state(queue))
     assert len(set(states)) == len(states) and queue_state(queue) == states[-1]
+
+
+def test_an_undo_of_a_removal_that_is_sent_twice_leaves_earlier_edits(site: Site, queue: QueueDir) -> None:
+    file = queue.find("dog").path
+    version = site.context.edits.read(file)[1]
+    site.client.post("/queue/save", params={"file": file.name}, data={"text": RECIPE + "# mine\n", "version": version})
+    edited = file.read_bytes()
+    data = {"file": file.name, "version": site.context.edits.read(file)[1]}
+    assert site.client.post("/queue/remove", data=data).status_code == 200 and not file.exists()
+    assert site.client.post("/queue/undo", data=data).status_code == 200
+    assert code_of(site.client.post("/queue/undo", data=data).text) == "edit-conflict"
+    assert file.read_bytes() == edited and b"# mine" in edited
+
+
+def test_a_text_is_saved_although_its_recipe_was_moved_meanwhile(site: Site, queue: QueueDir) -> None:
+    file = queue.find("emu").path
+    version = site.context.edits.read(file)[1]
+    assert moved(site, queue, "emu", "first") == "" and not file.exists()
+    given, headers = {"text": RECIPE + "# mine\n", "version": version}, {"hx-request": "true"}
+    answer = site.client.post("/queue/save", params={"file": file.name}, data=given, headers=headers)
+    now = queue.find("emu").path
+    assert answer.status_code == 200 and now.name in answer.text and "# mine" in now.read_text(encoding="utf-8")
+    assert answer.headers["hx-trigger"] in site.get("/queue")  # its row is asked for again: it has the earlier version
+    again = site.client.post("/queue/save", params={"file": file.name}, data={**given, "text": "x"}, headers=headers)
+    assert code_of(again.text) == "" and again.status_code == 409  # the control: the text is not the one that it saw
+
+
+def test_a_finished_recipe_that_is_removed_meanwhile_is_left_out(
+    site: Site, queue: QueueDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun(site, queue, "cat", is_finished=True)
+    assert len(shown_queue(site.context).done) == 1
+
+    def late(folders: Folders, run: Path | None) -> str | None:
+        for each in queue.finished() if run is not None else ():
+            each.path.unlink()
+        return run_name(folders, run)
+
+    monkeypatch.setattr(queue_view, "run_name", late)
+    assert "cat-run" not in site.get("/queue/items")
 
 
 def test_an_empty_queue_says_what_to_do(site: Site) -> None:

@@ -20,6 +20,7 @@ from lora_rocm.page_parts.texts import t
 from lora_rocm.processes.jobs import ExportJob
 from lora_rocm.recipe.load import dump_recipe, load_recipe
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.ui.background import key_of
 from lora_rocm.ui.folder_zip import PIECE_BYTES, zip_name
 from lora_rocm.ui.pages import run_exports
 from tests.supervisor.fake_run import event, safetensors_bytes, write_checkpoint
@@ -66,7 +67,7 @@ def begin(site: Site, file_format: str, step: str = "40", **fields: str) -> str:
 
 
 def ended(site: Site) -> str:
-    work = site.context.background.of("export-runs-a-run")
+    work = site.context.background.of(key_of("export", "runs/a-run"))
     assert work is not None
     work.wait(10)
     return site.get("/runs/exports", **RUN)
@@ -192,7 +193,7 @@ def test_an_export_is_cancelled_and_runs_once_at_a_time(site: Site, child: FakeC
     assert code_of(begin(site, "kohya")) == "work-runs-already"
     threading.Timer(0.2, go.set).start()
     shown = site.client.post("/runs/exports/cancel", params=RUN).text
-    work = site.context.background.of("export-runs-a-run")
+    work = site.context.background.of(key_of("export", "runs/a-run"))
     assert work is not None and isinstance(work.error, StoppedError) and len(child.jobs) == 1
     assert 'value="peft"' in shown and "badge-cancelled" in shown  # it may be begun again
 
@@ -244,6 +245,33 @@ def test_errors_are_those_of_the_command(file_format: str, step: str, code: str,
     assert site.get("/runs/exports", **RUN, step="9" * 5000).count("selected") == 1
 
 
+def test_enter_in_a_field_begins_no_export(site: Site) -> None:
+    """Enter presses the first submit button around the field, unless it is disabled."""
+    of_text(site, site.run())
+    form = site.get("/runs/exports", **RUN).partition("<form")[2].partition("</form>")[0]
+    buttons = [each for each in re.findall(r"<button[^>]*>", form) if 'type="button"' not in each]
+    assert "disabled" in buttons[0] and not any(" disabled" in each for each in buttons[1:]) and len(buttons) > 2
+    assert 'type="text"' in form
+
+
+def test_what_was_chosen_for_an_export_stays_chosen_after_it(site: Site, child: FakeChild) -> None:
+    """Otherwise the next format would silently be of another step."""
+    run_dir = site.run()
+    of_text(site, run_dir)
+    write_checkpoint(run_dir, 20)
+    go = threading.Event()
+    child.wait = lambda: bool(go.wait(10))  # type: ignore[assignment]
+    assert re.findall(r'<option value="(\d+)" selected', site.get("/runs/exports", **RUN)) == ["40"]
+    running = begin(site, "peft", "20", llama_cpp="my llama")
+    kept = dict(re.findall(r'<input type="hidden" id="[^"]*" name="(\w+)" value="([^"]*)">', running))
+    go.set()
+    ended(site)
+    shown = site.get("/runs/exports", **RUN, **kept)
+    assert re.findall(r'<option value="(\d+)" selected', shown) == ["20"] and 'value="my llama"' in shown
+    for page in ("/runs/view", "/choose/run"):  # each question of this box has the fields
+        assert re.search(r'id="exports"[^>]*hx-include="#export-step, #field-llama_cpp"', site.get(page, **RUN)), page
+
+
 def test_without_a_converter_the_button_of_gguf_is_disabled_with_the_reason(
     site: Site, child: FakeChild, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,7 +291,7 @@ def test_without_a_converter_the_button_of_gguf_is_disabled_with_the_reason(
     assert disabled() == ["gguf"]
     # The server refuses at the same place
     assert code_of(begin(site, "gguf")) == "gguf-converter-missing"
-    assert site.context.background.of("export-runs-a-run") is None
+    assert site.context.background.of(key_of("export", "runs/a-run")) is None
     # A folder in the field counts before it is posted, and only with the script in it
     (site.folder / "llama.cpp").mkdir()
     assert disabled(llama_cpp="llama.cpp") == ["gguf"] == disabled(llama_cpp="nothing") == disabled(llama_cpp="/")

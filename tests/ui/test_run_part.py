@@ -20,13 +20,15 @@ from lora_rocm.page_parts.inlined import inlined_files
 from lora_rocm.report.figures import smoothed
 from lora_rocm.report.stories import stories_of
 from lora_rocm.rundir import layout
+from lora_rocm.rundir.event_types import NoticeEvent
 from lora_rocm.rundir.events import EventWriter
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_view import RunView
 from lora_rocm.supervisor.lock import locked
 from lora_rocm.supervisor.manage_runs import ARCHIVE
-from lora_rocm.ui import launch
+from lora_rocm.ui import launch, run_files
 from lora_rocm.ui.curves import FIELDS, curve_of, to_bytes
+from lora_rocm.ui.pages import run as run_pages
 from lora_rocm.ui.run_details import details_of, log_end, previews_of
 from lora_rocm.ui.run_phases import activity_of, phases_of
 from tests.supervisor.fake_run import change_fields, event, failure_fields, restart_fields, write_whole_run
@@ -334,3 +336,33 @@ def test_a_long_run_opens_quickly_and_its_pieces_read_it_once(site: Site, monkey
     assert views.of(run_dir).updates == RunView.of(run_dir).updates < 41
     run_dir.events().unlink()
     assert views.of(run_dir).updates == 0
+
+
+def test_a_view_stays_as_it_is_while_another_thread_reads_more(site: Site) -> None:
+    run_dir = site.run()
+    views = site.context.views
+    before = views.of(run_dir)
+    num_steps, notices = len(before.log.steps), len(before.log.in_order(NoticeEvent))
+    writer = EventWriter(run_dir.events(), session=1)
+    writer.write(event("step", **step_fields(41)))
+    writer.write(event("notice", text="new"))
+    writer.close()
+    after = views.of(run_dir)
+    assert len(before.log.steps) == num_steps and len(before.log.in_order(NoticeEvent)) == notices
+    assert len(after.log.steps) == num_steps + 1 and len(after.log.in_order(NoticeEvent)) == notices + 1
+    assert after.log.to_bytes({}) == RunView.of(run_dir, use_index=False).log.to_bytes({})
+
+
+def test_a_file_that_is_replaced_meanwhile_is_left_out(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = site.run()
+    paths = run_files.result_paths
+    (first, *others) = paths(site.context.views.of(run_dir))
+
+    def late(view: RunView) -> list[Path]:
+        found = paths(view)
+        first.unlink()
+        return found
+
+    monkeypatch.setattr(run_pages, "result_paths", late)
+    text = site.get("/runs/files", dir="runs/a-run")
+    assert f">{first.name}</a>" not in text and others and f">{others[0].name}</a>" in text

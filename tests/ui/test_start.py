@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from lora_rocm.commands import doctor
+from lora_rocm.rundir import newest
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.ui import launch, machine_state
 from tests.hardware.situations import situation
-from tests.supervisor.fake_run import write_whole_run
+from tests.supervisor.fake_run import RECIPE, write_whole_run
 from tests.ui.site import Site
 
 
@@ -68,6 +70,29 @@ def test_the_demo_starts_by_one_click(site: Site, monkeypatch: pytest.MonkeyPatc
     assert made.run_dir.parent == site.folder / "runs" and made.run_dir.name in text and "/recipe/edit" not in text
     made.process.kill()
     made.process.wait(20)
+
+
+def test_a_double_click_starts_one_run(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the run is there, an equal start is the same one. A changed recipe, or a later click, is another."""
+    monkeypatch.setattr(launch, "python_command", lambda *words: [sys.executable, "-c", "import time; time.sleep(60)"])
+    times = iter(range(100))
+    monkeypatch.setattr(newest, "time", SimpleNamespace(strftime=lambda how: f"{next(times):02}"))
+    recipe = site.folder / "r.yaml"
+    recipe.write_text(RECIPE, encoding="utf-8")
+    for answer in [site.client.post("/start/demo") for _ in range(2)]:
+        assert answer.status_code == 200
+    starts = [site.client.post("/recipe/start", params={"file": "r.yaml"}).json() for _ in range(2)]
+    assert len(site.context.launches.all()) == 2 and starts[0] == starts[1]
+    recipe.write_text(RECIPE + "# changed\n", encoding="utf-8")
+    site.client.post("/recipe/start", params={"file": "r.yaml"})
+    assert len(site.context.launches.all()) == 3
+    for made in site.context.launches.all():
+        write_whole_run(RunDir(made.run_dir))
+    site.client.post("/recipe/start", params={"file": "r.yaml"})
+    assert len(site.context.launches.all()) == 4
+    for made in site.context.launches.all():
+        made.process.kill()
+        made.process.wait(20)
 
 
 def test_a_machine_without_an_amd_gpu_says_what_that_means(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from lora_rocm.commands.tries import tries_of
 from lora_rocm.errors import StoppedError
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.lock import locked
-from lora_rocm.ui.background import Work
+from lora_rocm.ui.background import Work, key_of
 from tests.ui.drawn_grid import with_files
 from tests.ui.site import ADDRESS, Site, code_of
 
@@ -68,7 +68,7 @@ def test_a_form_that_no_script_sends_gets_its_page_again(
     headers = {"referer": sender, "origin": ADDRESS}
     answer = site.client.post("/try/draw", params=RUN, data=fields, headers=headers, follow_redirects=False)
     assert (answer.status_code, answer.headers.get("location")) == (303, location)
-    work = site.context.background.of("try-runs-a-run")
+    work = site.context.background.of(key_of("try", "runs/a-run"))
     assert work is not None and work._ended.wait(10) and drawn
 
 
@@ -76,7 +76,7 @@ def drawing(site: Site, **changes: str) -> Work:
     """Draw, and return the ended work."""
     answer = site.client.post("/try/draw", params=RUN, data=VALUES | changes)
     assert answer.status_code == 200, answer.text
-    work = site.context.background.of("try-runs-a-run")
+    work = site.context.background.of(key_of("try", "runs/a-run"))
     assert work is not None and work._ended.wait(10)
     return work
 
@@ -146,7 +146,7 @@ def test_a_cancelled_try_leaves_no_record(
     assert code_of(site.client.post("/try/draw", params=RUN, data=VALUES).text) == "work-runs-already"
     site.client.post("/try/cancel", params=RUN)
     go_on.set()
-    work = site.context.background.of("try-runs-a-run")
+    work = site.context.background.of(key_of("try", "runs/a-run"))
     assert work is not None and work._ended.wait(10) and isinstance(work.error, StoppedError)
     assert tries_of(run_dir, 20) == [] and list(run_dir.tries.iterdir()) == []
 

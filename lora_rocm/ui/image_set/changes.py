@@ -108,15 +108,17 @@ class ChangeJournal:
             raise UserError("nothing-to-undo", "There is no change to undo.", fix=fix)
         return changes
 
-    def undo(self, advance: Advance = lambda done, total: None) -> Undone:
+    def undo(self, advance: Advance = lambda done, total: None, if_match: str | None = None) -> Undone:
         """Undo the newest change. If ``advance`` raises to cancel, the other files can be undone later.
 
+        ``if_match``: see ``require_change``.
+
         Raises:
-            UserError: nothing-to-undo: no change is known.
+            UserError: see ``require_change``.
             StorageError: a file cannot be read or written.
         """
         with self._lock:
-            changes = self.require_change()
+            changes = self.require_change(if_match)
             newest, undone, left = changes[-1], list[Path](), list[Path]()
 
             def undo(path: Path) -> None:

@@ -14,7 +14,7 @@ from lora_rocm.errors import UserError
 from lora_rocm.foundation.json_text import BadJson, parse_json
 from lora_rocm.ui.edits import Edits, SavedEdit
 from lora_rocm.ui.image_set.changes import ChangeJournal
-from lora_rocm.ui.image_set.listing import ImageListing
+from lora_rocm.ui.image_set.listing import LISTINGS, ImageListing
 from lora_rocm.ui.image_set.saving import Resolve
 
 BOM = b"\xef\xbb\xbf"
@@ -48,8 +48,10 @@ def opened_crop(edits: Edits, resolve: Resolve, listing: ImageListing, name: str
     """
     path = resolve(str(listing.root / READ_NAMES[0]))
     _, version = edits.read(path)
+    present = LISTINGS.of(listing.reading)  # after the version: a crop that is newer than its version is a conflict
+    present.path(name)
     is_read = listing.reading.options.crop_column is not None
-    return OpenCrop(path, version, listing.crop(name), listing.reading.crop_column, is_read)
+    return OpenCrop(path, version, present.crop(name), listing.reading.crop_column, is_read)
 
 
 def save_crop(
@@ -95,7 +97,8 @@ def save_crop(
         fix = "Change it there, or remove its column from that file."
         raise UserError("crop-elsewhere", "Another metadata file has the crop of this image.", where=name, fix=fix)
     saved = edits.save(path, after or None, version)
-    journal.add("crop", [path])
+    if saved.undo:
+        journal.add("crop", [path])
     return saved
 
 

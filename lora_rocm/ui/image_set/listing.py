@@ -18,6 +18,7 @@ from lora_rocm.dataset.rows.row_cells import NameCount
 from lora_rocm.dataset.sample_table import Sample
 from lora_rocm.dataset.sources.folders import Folder, Tables, UnusableCaption, read_captions, source_folder, walk
 from lora_rocm.dataset.sources.given import Rectangle, UnusableValue
+from lora_rocm.dataset.sources.metadata_files import READ_NAMES
 from lora_rocm.errors import DataError, UserError
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.recipe.sections import BESIDE, caption_endings
@@ -64,7 +65,7 @@ class ImageListing:
     def __init__(self, reading: FolderReading) -> None:
         options = reading.options
         self.reading, self.root = reading, source_folder(options.path or "", 0)
-        self.signature = self._signature([self.root])
+        before = self._signature([self.root])
         skip = [path for path in (options.mask_path, *options.control_places) if path and path != BESIDE]
         self._folder: Folder = walk(
             self.root,
@@ -82,7 +83,8 @@ class ImageListing:
         self._positions = {relative: position for position, (relative, _) in enumerate(self._folder.relatives)}
         self._captions = dict[str, tuple[tuple[Version, ...], ImageCaption]]()
         self._sizes = dict[str, tuple[Version, tuple[int, int] | None]]()
-        self.signature = self._signature(self._parents)
+        after = self._signature(self._parents)
+        self.signature = after if set(before) <= set(after) else ()  # it has changed while it was read: read it again
 
     @cached_property
     def names(self) -> Sequence[str]:
@@ -192,7 +194,7 @@ class ImageListing:
         return found
 
     def is_current(self) -> bool:
-        """Whether no file was added, removed or renamed since the folder was read."""
+        """Whether no file was added, removed or renamed, and no metadata file written, since the folder was read."""
         return self.signature == self._signature(self._parents)
 
     def note_caption(self, name: str, path: Path) -> None:
@@ -209,14 +211,18 @@ class ImageListing:
         self.__dict__.pop("_masks", None)
         self.signature = self._signature(self._parents)
 
-    def _signature(self, folders: Sequence[Path]) -> tuple[tuple[str, int], ...]:
-        found = list[tuple[str, int]]()
+    def _signature(self, folders: Sequence[Path]) -> tuple[tuple[str, int | Version], ...]:
+        """Return a value that differs after a file was added, removed or renamed, or a metadata file was written."""
+        found = list[tuple[str, int | Version]]()
+        tables = [folder / name for folder in folders for name in READ_NAMES]
+        if self.reading.options.metadata_file is not None:
+            tables.append(Path(self.reading.options.metadata_file))
         for folder in folders:
             try:
                 found.append((str(folder), folder.stat().st_mtime_ns))
             except OSError:
                 found.append((str(folder), 0))
-        return tuple(found)
+        return (*found, *((str(path), version) for path in tables if (version := _version(path)) is not None))
 
 
 def _version(path: Path) -> Version:

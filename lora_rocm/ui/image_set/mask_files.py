@@ -131,7 +131,8 @@ def save_mask(
         content = _encoded(picture, place.suffix.lower())
     path = resolve(str(place))
     saved = edits.save(path, content, version)
-    journal.add("mask", [path])
+    if saved.undo:
+        journal.add("mask", [path])
     listing.note_mask()
     return saved
 

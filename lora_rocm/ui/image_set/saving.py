@@ -95,7 +95,8 @@ def save_caption(
         StorageError: the file cannot be written.
     """
     saved = edits.save(path, _content(text, name), version)
-    journal.add("caption", [path])
+    if saved.undo:
+        journal.add("caption", [path])
     listing.note_caption(name, listing.caption_file(name))
     return saved
 

@@ -105,7 +105,7 @@ def _undo(request: Request, newest: str | None) -> Response:
 
     def undoes(work: Work) -> Undone:
         try:
-            return journal.undo(work.advance)
+            return journal.undo(work.advance, newest)
         finally:
             LISTINGS.forget()
 

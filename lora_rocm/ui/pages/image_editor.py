@@ -28,6 +28,7 @@ def edit(request: Request) -> Response:
 
     ui, listing, name = context_of(request), listing_for(request), query_of(request, "name")
     names = list(listing.names)
+    newest = journal_of(request, listing.reading.folder).version  # first: an undo of a change after it is refused
     following = names[names.index(name) + 1 :][:1] if name in names else []
     return page(
         request,
@@ -37,6 +38,7 @@ def edit(request: Request) -> Response:
         folder=listing.reading.folder,
         size_wh=listing.size(name),
         version=version_of(listing, name),
+        newest=newest,
         mask=opened_mask(ui.edits, ui.folders.resolve, listing, name),
         crop=opened_crop(ui.edits, ui.folders.resolve, listing, name),
         has_recipe=listing.reading.recipe is not None,

@@ -132,6 +132,7 @@ def _save(request: Request, text: str, version: str) -> Response:
     text = text.replace("\r\n", "\n")
     try:
         with found.editing():
+            path = _item(ui, query_of(request, "file"))
             found.require_idle(found.present(path.name))
             ui.edits.save(path, text.encode("utf-8"), version)
     except EditConflict as conflict:
@@ -139,7 +140,9 @@ def _save(request: Request, text: str, version: str) -> Response:
             raise
         values = {"file": path.name, "text": text, "version": conflict.version, "report": "", "conflict": conflict}
         return fragment(request, TEMPLATE, "recipe", 409, **values)
-    return _recipe(request, path, t("queue.saved"))
+    answer = _recipe(request, path, t("queue.saved"))
+    answer.headers["HX-Trigger"] = "queue-saved"  # its row has the version of the earlier text
+    return answer
 
 
 def run(request: Request) -> Response:
@@ -158,8 +161,11 @@ def stop(request: Request) -> Response:
 
 
 def _item(ui: UiContext, file_name: str) -> Path:
-    """Return the file of a recipe in the queue. A link is refused, because it may lead out of the named folders."""
-    path = QueueDir(ui.folders.queue).present(file_name).path
+    """Return the file of a recipe in the queue, also if it was moved since the page read its name.
+
+    A link is refused, because it may lead out of the named folders.
+    """
+    path = QueueDir(ui.folders.queue).moved(file_name).path
     refuse_link(path)
     return path
 

@@ -28,7 +28,7 @@ from lora_rocm.ui.part import Part
 from lora_rocm.ui.rendering import fragment, page, url
 from lora_rocm.ui.run_details import ShownDetails, details_of, logs_of, previews_of
 from lora_rocm.ui.run_family import parent_of
-from lora_rocm.ui.run_files import download_name, result_folder, result_folders, result_paths, savable
+from lora_rocm.ui.run_files import download_name, result_folder, result_folders, result_paths, savable, sizes_of
 from lora_rocm.ui.run_list import newest_runs, run_names
 from lora_rocm.ui.thumbnails import MEDIA_TYPE, SIDES_PX, thumbnail
 
@@ -103,8 +103,10 @@ def previews(request: Request) -> Response:
     run_dir = _run(request)
     name = context_of(request).folders.name_of(run_dir.path)
     found = previews_of(run_dir)
-    shown = found if "all" in request.query_params else found[:ROUNDS]
-    return fragment(request, VIEW, "previews", name=name, rounds=shown, num_more=len(found) - len(shown))
+    are_all = "all" in request.query_params
+    shown = found if are_all else found[:ROUNDS]
+    more = len(found) - len(shown)
+    return fragment(request, VIEW, "previews", name=name, rounds=shown, num_more=more, all=are_all)
 
 
 def picture(request: Request) -> Response:
@@ -122,8 +124,9 @@ def files(request: Request) -> Response:
     run_dir = _run(request)
     name = context_of(request).folders.name_of(run_dir.path)
     found = context_of(request).views.of(run_dir)
-    folders = result_folders(found)
-    return fragment(request, VIEW, "files", name=name, paths=result_paths(found), result_folders=folders, found=found)
+    paths, folders = result_paths(found), result_folders(found)
+    sizes = sizes_of([*paths, *(path for folder in folders for path in folder.files)])
+    return fragment(request, VIEW, "files", name=name, paths=paths, result_folders=folders, found=found, sizes=sizes)
 
 
 def download(request: Request) -> Response:

@@ -6,12 +6,14 @@ const prompt = document.getElementById("field-prompt");
 prompt.addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
-  form.requestSubmit();
+  if (!event.repeat) form.requestSubmit();
 });
+let sent = "";
+form.addEventListener("htmx:config:request", () => { sent = prompt.value; });
 form.addEventListener("htmx:after:request", (event) => {
   const { response } = event.detail.ctx;
   if (event.target !== form || response.status >= 400) return; // a refusal keeps the message
-  prompt.value = "";
+  if (prompt.value === sent) prompt.value = ""; // otherwise the next message is being written
   document.getElementById("problem").replaceChildren();
 });
 

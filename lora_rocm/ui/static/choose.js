@@ -9,6 +9,11 @@ document.addEventListener("keydown", (event) => {
   button.click();
 });
 
+// The second click of a double click would be a vote on the next pair, which nobody has seen yet.
+document.addEventListener("click", (event) => {
+  if (event.detail > 1 && event.target.closest("#test button") !== null) event.stopImmediatePropagation();
+}, true);
+
 // The ranking and the named results open by themselves once, when the votes are enough.
 let wasEnough = document.querySelector("#test [data-settled]") !== null;
 document.addEventListener("htmx:after:swap", () => {

@@ -352,11 +352,9 @@ class ImageGrid extends HTMLElement {
 
   /** Open an image in the editor. focuses: whether the keyboard goes there as well. */
   async open(index, focuses = false) {
+    const number = ++opening;
     const [name] = await this.names(index, index);
-    if (name === undefined || !(await keepText())) return;
-    this.opened = name;
-    for (const tile of this.tiles.values()) this.mark(tile);
-    await openEditor(name);
+    if (name === undefined || !(await keepText()) || !(await openEditor(name, number))) return;
     if (focuses) editor.querySelector("textarea")?.focus();
     else if (matchMedia("(max-width: 71.99rem)").matches) editor.scrollIntoView({ block: "start" });
   }
@@ -373,15 +371,42 @@ class ImageGrid extends HTMLElement {
 
 const editor = document.getElementById("item");
 
-async function openEditor(name) {
+let opening = 0; // number of the newest wish to open an image
+
+/** Show an image; false if another was wanted meanwhile, or if what was typed meanwhile cannot be saved. */
+async function openEditor(name, number) {
   const answer = await fetch(`${editor.dataset.item}&${new URLSearchParams({ name })}`, { headers: { "HX-Request": "true" } });
-  show(await answer.text());
+  const text = await answer.text();
+  if (number !== opening || !(await keepText())) return false;
+  show(text);
+  grid.opened = name;
+  for (const tile of grid.tiles.values()) grid.mark(tile);
+  return true;
 }
 
 function show(html) {
   editor.innerHTML = html; // of this server, which escapes every text
   htmx.process(editor);
 }
+
+/** Show an image after one of its captions was saved. What was typed meanwhile stays, other captions and the focus too. */
+function showSaved(html, form, sent) {
+  if (!editor.contains(form)) return; // another image was opened meanwhile
+  const { file, text } = form.elements;
+  const others = captions().filter((each) => each !== form && isChanged(each));
+  const typed = text.value;
+  const at = editor.contains(document.activeElement) ? document.activeElement : null;
+  const range = at?.matches("textarea") ? [at.selectionStart, at.selectionEnd] : null;
+  show(html);
+  const of = (name) => captions().find((each) => each.elements.file.value === name);
+  for (const each of others) of(each.elements.file.value)?.replaceWith(each);
+  if (typed !== sent && of(file.value)) of(file.value).elements.text.value = typed;
+  const now = at?.id ? document.getElementById(at.id) : null;
+  now?.focus({ preventScroll: true });
+  if (range) now?.setSelectionRange(...range);
+}
+
+const captions = () => [...editor.querySelectorAll("form.caption")];
 
 /** The newest change that this page has shown. Only that one is undone. */
 const newest = document.getElementById("newest-change");
@@ -390,13 +415,14 @@ const isChanged = (form) => form.elements.text.value !== form.elements.text.defa
 
 /** Save a caption; false if it could not be saved. The editor then shows why, and keeps the text. */
 async function save(form) {
+  const sent = form.elements.text.value;
   const answer = await fetch(form.getAttribute("action"), {
     method: "POST",
     headers: { ...csrfHeaders(), "HX-Request": "true", "If-Match": `"${form.elements.version.value}"` },
     body: new URLSearchParams(new FormData(form)),
   });
   const text = await answer.text();
-  if (answer.ok || answer.status === 409) show(text);
+  if (answer.ok || answer.status === 409) showSaved(text, form, sent);
   else {
     const box = document.getElementById("problem");
     box.innerHTML = text; // of this server, which escapes every text
@@ -411,7 +437,7 @@ async function save(form) {
 
 /** Save the text of the editor before it is replaced; false if it must stay. */
 async function keepText() {
-  for (const form of editor.querySelectorAll("form.caption")) {
+  for (const form of captions()) {
     if (isChanged(form) && !(await save(form))) return false;
   }
   return true;
@@ -437,7 +463,7 @@ editor.addEventListener("keydown", (event) => {
   event.preventDefault();
 });
 addEventListener("beforeunload", (event) => {
-  if ([...editor.querySelectorAll("form.caption")].some(isChanged)) event.preventDefault();
+  if (captions().some(isChanged)) event.preventDefault();
 });
 
 customElements.define("image-grid", ImageGrid);
@@ -470,7 +496,7 @@ document.getElementById("select-none").addEventListener("click", () => {
 document.body.addEventListener("images:changed", async (event) => {
   newest.value = event.detail.newest;
   grid.reload(true);
-  if (!event.detail.name && grid.opened && ![...editor.querySelectorAll("form.caption")].some(isChanged)) await openEditor(grid.opened);
+  if (!event.detail.name && grid.opened && !captions().some(isChanged)) await openEditor(grid.opened, opening);
 });
 
 // Changes of many captions
@@ -518,9 +544,8 @@ function showChosen() {
 }
 
 async function openImage(name) {
-  if (!(await keepText())) return;
-  grid.opened = name;
-  await openEditor(name);
+  const number = ++opening;
+  if (!(await keepText()) || !(await openEditor(name, number))) return;
   editor.scrollIntoView({ block: "start" });
   editor.querySelector("textarea")?.focus();
 }

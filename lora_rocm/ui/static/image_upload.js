@@ -29,15 +29,21 @@ class ImageUpload extends HTMLElement {
   }
 
   async send(files) {
-    if (this.abort || !files.length) return;
+    if (!files.length) return;
+    if (this.abort) { // sent after those that are on their way
+      files.forEach((file) => this.files.push(file));
+      return;
+    }
     this.abort = new AbortController();
+    this.files = files;
     this.refused.textContent = "";
     this.stop.hidden = this.bar.hidden = false;
-    this.bar.max = files.length;
     let saved = 0, done = 0, refused = 0;
     const say = (text) => { this.status.textContent = [text, this.dataset.sent.replace("{count}", saved), refused ? this.dataset.refused.replace("{count}", refused) : ""].filter(Boolean).join(" "); };
     try {
-      for (const batch of batches(files)) {
+      while (done < files.length) {
+        const batch = nextBatch(files, done);
+        this.bar.max = files.length;
         this.bar.value = done;
         say(this.dataset.sending.replace("{done}", done).replace("{total}", files.length));
         const form = new FormData();
@@ -66,18 +72,12 @@ class ImageUpload extends HTMLElement {
   }
 }
 
-function* batches(files) {
-  let batch = [], size = 0;
-  for (const file of files) {
-    if (batch.length && (batch.length === FILES_AT_ONCE || size + file.size > BYTES_AT_ONCE)) {
-      yield batch;
-      batch = [];
-      size = 0;
-    }
-    batch.push(file);
-    size += file.size;
-  }
-  if (batch.length) yield batch;
+/** The files that are sent next, from a place on: at least one. */
+function nextBatch(files, from) {
+  let to = from, size = 0;
+  do size += files[to++].size;
+  while (to < files.length && to - from < FILES_AT_ONCE && size + files[to].size <= BYTES_AT_ONCE);
+  return files.slice(from, to);
 }
 
 /** All files that were dropped, also those in folders. */

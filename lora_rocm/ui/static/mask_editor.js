@@ -21,6 +21,7 @@ class MaskEditor extends HTMLElement {
     this.append(this.canvas, this.frameBox, this.pointer);
     this.at = [this.canvas.width / 2, this.canvas.height / 2];
     this.undos = [];
+    this.strokes = 0; // number of changes of the canvas
     this.canvas.addEventListener("pointerdown", (event) => this.onDown(event));
     this.canvas.addEventListener("pointermove", (event) => this.onMove(event));
     this.canvas.addEventListener("pointerup", () => this.onUp());
@@ -84,6 +85,7 @@ class MaskEditor extends HTMLElement {
     this.undos.push(this.context.getImageData(0, 0, this.canvas.width, this.canvas.height));
     if (this.undos.length > MAX_UNDOS) this.undos.shift();
     this.isChanged = true;
+    this.strokes++;
     document.getElementById("mask-state").textContent = this.dataset.changed;
   }
 
@@ -123,14 +125,22 @@ class MaskEditor extends HTMLElement {
     return made.convertToBlob({ type: "image/png" });
   }
 
-  async send(picture) {
+  /** Save a picture, or remove the mask. Strokes that are painted meanwhile stay, for the next time. */
+  async send(making) {
+    const { strokes } = this;
+    const picture = await making;
     const form = new FormData();
     form.append("version", this.dataset.version);
     if (picture) form.append("mask", picture, "mask.png");
     const answer = await fetch(this.dataset.save, { method: "POST", headers: { ...csrfHeaders(), "HX-Request": "true" }, body: form });
-    if (answer.ok) {
+    if (answer.ok && this.strokes === strokes) {
       this.isChanged = false;
       location.reload();
+      return;
+    }
+    if (answer.ok) { // the page after this change has the version of the saved mask
+      const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+      this.dataset.version = page.getElementById(this.id).dataset.version;
       return;
     }
     const box = document.getElementById("problem");
@@ -150,7 +160,9 @@ class MaskEditor extends HTMLElement {
 
   undo() {
     const before = this.undos.pop();
-    if (before) this.context.putImageData(before, 0, 0);
+    if (before === undefined) return;
+    this.context.putImageData(before, 0, 0);
+    this.strokes++;
   }
 
   invert() {
@@ -180,7 +192,7 @@ class MaskEditor extends HTMLElement {
   }
 
   async save() {
-    await this.send(await this.picture());
+    await this.send(this.picture());
   }
 
   async remove() {

@@ -1,14 +1,28 @@
 // What every page needs: the live stream, the switch of colours, and buttons that copy.
 
+/** The changes that a stream does not repeat: those before it was opened have to be asked for. */
+const LOST = /^(work-|queue|chat)/;
+
+/** A name of a change for each element that follows changes. */
+function followed() {
+  const found = new Set();
+  for (const each of document.querySelectorAll('[hx-trigger*="live:"]')) {
+    const names = [...each.getAttribute("hx-trigger").matchAll(/live:([\w-]+)/g)].map(([, name]) => name);
+    if (!names.some((name) => found.has(name))) found.add(names.find((name) => LOST.test(name)) ?? names[0]);
+  }
+  return found;
+}
+
 /**
  * The live stream of this tab. Each name in a message becomes an event "live:NAME" of the body; steps are in its detail.
  * A hidden tab has no stream: a browser opens only six connections to a server, and tabs that nobody sees would take
- * them all. When it is shown again, it continues at its place.
+ * them all. When it is shown again, it continues at its place, and everything that follows changes is asked for again.
  */
 function follow(address) {
   const lost = document.getElementById("live-lost");
   let stream = null;
   let place = null;
+  let wasOpen = false;
   const announce = (name, steps = []) => {
     document.body.dispatchEvent(new CustomEvent(`live:${name}`, { detail: { steps } }));
   };
@@ -16,7 +30,11 @@ function follow(address) {
     const url = new URL(address, location.href);
     if (place) url.searchParams.set("from", place);
     stream = new EventSource(url);
-    stream.addEventListener("open", () => { lost.hidden = true; });
+    stream.addEventListener("open", () => {
+      lost.hidden = true;
+      for (const name of followed()) if (wasOpen || LOST.test(name)) announce(name);
+      wasOpen = true;
+    });
     stream.addEventListener("error", () => {
       if (stream === null) return;
       lost.hidden = false;
@@ -38,11 +56,7 @@ function follow(address) {
   document.addEventListener("visibilitychange", () => {
     if (document.hidden) {
       close();
-    } else if (stream === null) {
-      open();
-      announce("state");
-      announce("runs");
-    }
+    } else if (stream === null) open();
   });
   addEventListener("pagehide", close);
   addEventListener("pageshow", (event) => { if (event.persisted && stream === null) open(); });
@@ -53,8 +67,41 @@ function follow(address) {
 export function csrfHeaders() {
   return { "X-CSRF": document.querySelector('meta[name="csrf"]').content };
 }
+
+// A change that is on its way is not begun again, as by a double click. After an answer that leads to another page, none is.
+const changing = new Set(); // forms and buttons
 document.addEventListener("htmx:config:request", (event) => {
-  Object.assign(event.detail.ctx.request.headers, csrfHeaders());
+  const { request, sourceElement } = event.detail.ctx;
+  Object.assign(request.headers, csrfHeaders());
+  if (request.method === "GET") return;
+  if (changing.has(sourceElement)) event.preventDefault();
+  changing.add(sourceElement);
+});
+document.addEventListener("htmx:finally:request", (event) => {
+  const { hx, request, sourceElement } = event.detail.ctx;
+  if (request.method !== "GET" && !hx?.redirect) changing.delete(sourceElement);
+});
+addEventListener("pageshow", () => { changing.clear(); });
+
+// A page that leads on by itself, once what it waits for is there, is not one that Back leads to.
+document.addEventListener("htmx:before:response", (event) => {
+  const { hx, request } = event.detail.ctx;
+  if (request.method !== "GET" || !hx.redirect) return;
+  event.preventDefault();
+  location.replace(hx.redirect);
+});
+
+// An answer is not drawn over the answer to a later question.
+const asked = new WeakMap(); // context of a request -> its number
+const drawn = new WeakMap(); // target -> number of the newest request whose answer it shows
+let count = 0;
+document.addEventListener("htmx:before:request", (event) => { asked.set(event.detail.ctx, ++count); });
+document.addEventListener("htmx:before:swap", (event) => {
+  const { ctx } = event.detail;
+  if (!(ctx.target instanceof Element)) return; // a problem, which the answer itself places
+  const number = asked.get(ctx) ?? count;
+  if (ctx.request.method === "GET" && number < (drawn.get(ctx.target) ?? 0)) event.preventDefault();
+  else drawn.set(ctx.target, Math.max(number, drawn.get(ctx.target) ?? 0));
 });
 
 // A change that works ends the problem of the attempt before it.
@@ -64,20 +111,27 @@ document.addEventListener("htmx:after:request", (event) => {
   document.getElementById("problem").replaceChildren();
 });
 
-// A form with data-keeps stays as it is if it is refused: the problem is shown above it, and nothing written is lost.
+// A plain form is sent once. One with data-keeps stays as it is if it is refused: the problem is shown above it, and
+// nothing written is lost.
 document.addEventListener("submit", async (event) => {
   const form = event.target;
-  if (event.defaultPrevented || !form.matches("form[data-keeps]")) return;
-  event.preventDefault();
+  if (event.defaultPrevented || form.method !== "post") return;
+  const keeps = form.matches("form[data-keeps]");
+  if (keeps || changing.has(form)) event.preventDefault();
+  if (changing.has(form)) return;
+  changing.add(form);
+  if (!keeps) return; // the browser sends it
   const answer = await fetch(form.action, {
     method: "POST",
     headers: { ...csrfHeaders(), "HX-Request": "true" },
     body: new URLSearchParams(new FormData(form)),
-  });
-  if (answer.ok) {
+  }).catch(() => null);
+  if (answer?.ok) {
     location.assign(answer.url);
     return;
   }
+  changing.delete(form);
+  if (answer === null) return; // the notice of the lost stream says why
   const box = document.createElement("div");
   box.setAttribute("role", "alert");
   box.dataset.refusal = "";

@@ -11,3 +11,16 @@ watch("queue", () => {
   if (isSent) form.reset();
   isSent = false;
 });
+
+// A changed text is discarded only if the user says so. After a conflict, what is shown is not saved either.
+const recipe = document.getElementById("queue-recipe");
+const isChanged = () => {
+  const text = recipe.querySelector("textarea");
+  return text !== null && (text.value !== text.defaultValue || recipe.querySelector(".problem") !== null);
+};
+addEventListener("beforeunload", (event) => { if (isChanged()) event.preventDefault(); });
+document.addEventListener("htmx:config:request", (event) => {
+  const { request, sourceElement, target } = event.detail.ctx;
+  if (request.method !== "GET" || target !== recipe || recipe.contains(sourceElement) || !isChanged()) return;
+  if (!confirm(recipe.dataset.discard)) event.preventDefault();
+});

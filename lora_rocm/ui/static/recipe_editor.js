@@ -18,10 +18,15 @@ class RecipeEditor extends HTMLElement {
     this.savedText = this.area.value;
     this.view = "simple";
     this.order = 0;
-    this.chain = Promise.resolve();
+    this.chain = this.saving = Promise.resolve();
+    this.pending = new Set(); // fields that were typed in a moment ago
+    this.asked = {}; // box -> number of its newest question
     this.area.addEventListener("input", () => this.soon());
     this.fields.addEventListener("input", (event) => this.typed(event));
     this.fields.addEventListener("change", (event) => this.changed(event));
+    this.fields.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && event.target.id === "find-key") event.preventDefault(); // it would save
+    });
     this.addEventListener("click", (event) => this.clicked(event));
     this.querySelector("#recipe-save").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -32,6 +37,7 @@ class RecipeEditor extends HTMLElement {
     });
     addEventListener("beforeunload", (event) => { if (this.isDirty) event.preventDefault(); });
     addEventListener("focus", () => this.look());
+    addEventListener("pageshow", () => { this.isStarting = false; });
     this.timer = setInterval(() => { if (!document.hidden) this.look(); }, LOOK_MS);
     this.querySelector("#start").hidden = false;
     this.show();
@@ -40,7 +46,7 @@ class RecipeEditor extends HTMLElement {
 
   disconnectedCallback() { clearInterval(this.timer); }
 
-  get isDirty() { return this.area.value !== this.savedText; }
+  get isDirty() { return this.isGone || this.area.value !== this.savedText; }
 
   address(name) { return `/recipe/${name}?${new URLSearchParams({ file: this.file })}`; }
 
@@ -57,10 +63,11 @@ class RecipeEditor extends HTMLElement {
     }
     const box = document.getElementById("problem");
     const choice = this.querySelector("#conflict-choice");
-    if (answer.ok) { // a check goes on while the user compares both versions
-      if (choice.hidden || name === "save" || name === "undo") box.replaceChildren();
+    if (answer.ok) { // a check that goes on does not end the problem of another request
+      if (this.failed === name || name === "save" || name === "undo") box.replaceChildren();
       return answer;
     }
+    this.failed = name;
     box.innerHTML = await answer.text();
     box.scrollIntoView({ block: "nearest" });
     const conflict = box.querySelector("[data-version]");
@@ -80,6 +87,15 @@ class RecipeEditor extends HTMLElement {
     clearTimeout(this.planning); // what it would count has changed
     this.chain = this.chain.then(() => this.checked(key, value));
     return this.chain;
+  }
+
+  /** Bring what was typed a moment ago into the text, and wait until no change is on its way. */
+  async settled() {
+    this.pending.forEach((field) => this.send(field));
+    for (let chain = null; chain !== this.chain;) {
+      chain = this.chain;
+      await chain;
+    }
   }
 
   async checked(key, value) {
@@ -109,19 +125,28 @@ class RecipeEditor extends HTMLElement {
     this.ask("check", "check");
   }
 
-  /** Ask for an estimate of the text. Its box follows the work by itself. */
+  /** Ask for an estimate of the text. Its box follows the work by itself. Answers about an earlier text are not drawn. */
   async ask(name, box, more = {}) {
+    const number = (this.asked[box] = (this.asked[box] ?? 0) + 1);
     const answer = await this.post(name, { text: this.area.value, ...more });
     if (answer === null) return;
+    const text = await answer.text();
+    if (number !== this.asked[box]) return;
     const target = document.getElementById(box);
-    target.innerHTML = await answer.text();
+    for (const each of target.querySelectorAll("[hx-get]")) htmx.trigger(each, "htmx:abort");
+    target.innerHTML = text;
     htmx.process(target);
   }
 
   /** Make the changes of a preset in the text. Nothing is saved. */
   async apply(preset) {
-    const answer = await this.post("preset/apply", { text: this.area.value, preset });
+    const sent = this.area.value;
+    const answer = await this.post("preset/apply", { text: sent, preset });
     if (answer === null) return;
+    if (this.area.value !== sent) { // typed meanwhile
+      await this.apply(preset);
+      return;
+    }
     this.setText((await answer.json()).text);
     await this.check();
     this.ask("preset", "preset", { preset });
@@ -137,13 +162,21 @@ class RecipeEditor extends HTMLElement {
     this.querySelector("#check-title").focus();
   }
 
+  /** Start a run of what the page shows, once. */
   async start() {
-    if (this.isDirty && !(await this.save())) return;
-    const button = this.querySelector("#start");
-    button.disabled = true;
+    if (this.isStarting) return;
+    this.isStarting = true;
+    this.isStarting = await this.started();
+  }
+
+  /** Whether the run was started, so that the page leaves. */
+  async started() {
+    await this.settled();
+    if (this.isValid === false || (this.isDirty && !(await this.save()))) return false;
     const answer = await this.post("start", { text: this.area.value }, { "If-Match": `"${this.version}"` });
-    button.disabled = false;
-    if (answer !== null) location.href = (await answer.json()).address;
+    if (answer === null) return false;
+    location.href = (await answer.json()).address;
+    return true;
   }
 
   setText(text) {
@@ -201,23 +234,33 @@ class RecipeEditor extends HTMLElement {
     if (field.dataset.slider) {
       const target = document.getElementById(field.dataset.slider);
       target.value = field.value;
-      clearTimeout(this.slide);
-      this.slide = setTimeout(() => this.check(target.dataset.key, target.value), PAUSE_MS);
+      this.sendSoon(target);
       return undefined;
     }
     if (!field.dataset.key || field.tagName === "SELECT") return undefined;
     field.isTyped = true;
-    clearTimeout(field.pause);
-    field.pause = setTimeout(() => this.check(field.dataset.key, field.value), PAUSE_MS);
+    this.sendSoon(field);
     return undefined;
+  }
+
+  sendSoon(field) {
+    clearTimeout(field.pause);
+    this.pending.add(field);
+    field.pause = setTimeout(() => this.send(field), PAUSE_MS);
+  }
+
+  /** Make the change of a field in the text. */
+  send(field) {
+    clearTimeout(field.pause);
+    this.pending.delete(field);
+    return this.check(field.dataset.key, field.value);
   }
 
   changed(event) {
     const field = event.target;
     if (!field.dataset.key) return;
-    clearTimeout(field.pause);
     field.isTyped = false;
-    this.check(field.dataset.key, field.value);
+    this.send(field);
   }
 
   clicked(event) {
@@ -228,7 +271,7 @@ class RecipeEditor extends HTMLElement {
     if (button.dataset.preset) this.ask("preset", "preset", { preset: button.dataset.preset });
     if (button.dataset.fit !== undefined) this.fit();
     if (button.dataset.apply) this.apply(button.dataset.apply);
-    if (button.id === "keep-mine") { this.version = this.theirs; this.save(); }
+    if (button.id === "keep-mine") { this.version = this.theirs; this.savedText = null; this.save(); }
     if (button.id === "measure") this.ask("plan/measure", "measured");
     if (button.id === "start") this.start();
     if (button.id === "take-theirs") this.take();
@@ -276,9 +319,17 @@ class RecipeEditor extends HTMLElement {
     start.disabled = this.isValid === false;
   }
 
-  async save() {
+  /** Save what the page shows. A second click waits for the first, which leaves it nothing to save. */
+  save() {
+    const begin = () => this.saveNow();
+    this.saving = this.saving.then(begin, begin);
+    return this.saving;
+  }
+
+  async saveNow() {
     clearTimeout(this.pause);
-    await this.chain;
+    await this.settled();
+    if (!this.isDirty) return true;
     const text = this.area.value;
     const answer = await this.post("save", { text }, { "If-Match": `"${this.version}"` });
     if (answer === null) return false;
@@ -287,10 +338,14 @@ class RecipeEditor extends HTMLElement {
   }
 
   async undo() {
+    if (this.isUndoing) return;
+    this.isUndoing = true;
+    const shown = this.area.value;
     const answer = await this.post("undo", {}, { "If-Match": `"${this.version}"` });
+    this.isUndoing = false;
     if (answer === null) return;
     const found = await answer.json();
-    this.setText(found.text);
+    if (this.area.value === shown) this.setText(found.text); // otherwise something was typed meanwhile
     this.saved(found, found.text);
     this.check();
   }
@@ -298,6 +353,7 @@ class RecipeEditor extends HTMLElement {
   saved(found, text) {
     this.version = found.version;
     this.savedText = text;
+    this.isGone = false;
     this.querySelector("#undo").hidden = !found.can_undo;
     this.querySelector("#conflict-choice").hidden = true;
     this.show();
@@ -305,6 +361,7 @@ class RecipeEditor extends HTMLElement {
 
   /** Look whether another program has changed the file. A text that is not saved stays, and saving names the conflict. */
   async look() {
+    const { version } = this;
     let answer;
     try {
       answer = await fetch(this.address("present"));
@@ -313,15 +370,12 @@ class RecipeEditor extends HTMLElement {
     }
     if (!answer.ok) return;
     const found = await answer.json();
-    if (found.version === this.version) return;
+    if (this.version !== version) return; // saved or undone meanwhile: this is the file before that
     const wasGone = this.isGone;
-    this.isGone = found.version === MISSING; // deleted: the text here is the only one
-    if (this.isGone) {
-      this.savedText = null;
-      if (!wasGone) this.show();
-      if (!wasGone) this.state.textContent = this.dataset.gone;
-      return;
-    }
+    this.isGone = found.version === MISSING && version !== MISSING; // deleted: the text here is the only one
+    if (this.isGone !== wasGone) this.show();
+    if (this.isGone && !wasGone) this.state.textContent = this.dataset.gone;
+    if (this.isGone || found.version === version) return;
     if (this.isDirty) {
       this.state.textContent = this.dataset.changed;
       return;

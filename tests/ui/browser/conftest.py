@@ -6,7 +6,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,6 +99,33 @@ class Tab:
     def widest(self) -> int:
         """Return by how many pixels the page is wider than its window."""
         return int(self.page.evaluate("document.documentElement.scrollWidth - innerWidth"))
+
+
+class Held:
+    """Holds the requests with an address until ``go``. routes: those that were held."""
+
+    def __init__(self, tab: Tab, pattern: str) -> None:
+        self.page, self.routes, self.is_open = tab.page, list[Any](), False
+        self.page.route(pattern, lambda route: route.continue_() if self.is_open else self.routes.append(route))
+
+    def wait(self) -> None:
+        """Wait for the first request."""
+        wait_until(self.page, lambda: bool(self.routes))
+
+    def go(self) -> None:
+        """Let them go on, with all later ones, and wait until they are answered."""
+        self.is_open = True
+        for each in self.routes:
+            with self.page.expect_response(lambda answer, each=each: answer.request == each.request):
+                each.continue_()
+
+
+def wait_until(page: Any, is_true: Callable[[], bool]) -> None:
+    for _ in range(400):
+        if is_true():
+            return
+        page.wait_for_timeout(25)
+    raise AssertionError("it did not happen within 10 s")
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from lora_rocm.processes.jobs import ChatJob
 from lora_rocm.processes.tool import Tool, started
 from lora_rocm.recipe.load import dump_recipe, load_recipe
 from lora_rocm.ui import chat_host
-from tests.ui.browser.conftest import Tab
+from tests.ui.browser.conftest import Held, Tab
 from tests.ui.drawn_grid import with_files
 
 
@@ -48,9 +48,13 @@ def test_two_sides_answer_and_a_second_tab_sees_it(tab: Tab) -> None:
     second.goto(page.url)
     message = page.get_by_role("textbox", name="Message", exact=True)
     message.fill("LONG")
+    found = Held(tab, "**/try/chat/send?*")
     message.press("Enter")
+    found.wait()
+    message.press_sequentially(" and the next")  # what is written meanwhile stays
+    found.go()
     page.get_by_text("word word word").first.wait_for()
-    assert message.input_value() == ""
+    assert message.input_value() == "LONG and the next"
     second.bring_to_front()
     second.get_by_text("word word word").first.wait_for()  # the other tab sees it stream
     second.get_by_role("button", name="Stop").click()

@@ -13,6 +13,7 @@ from lora_rocm.commands import comparison_grid
 from lora_rocm.commands.sample_export import SCRIPT
 from lora_rocm.processes.jobs import CompareJob
 from lora_rocm.rundir.clicks import read_clicks
+from lora_rocm.ui.background import key_of
 from tests.supervisor.fake_run import event
 from tests.ui.browser.conftest import Tab
 from tests.ui.drawn_grid import STEPS, made_answers, with_files, with_grid, with_text_recipe
@@ -148,7 +149,7 @@ def test_a_named_folder_of_llama_cpp_enables_its_button(tab: Tab, monkeypatch: p
     button, field = page.locator("#export-gguf"), page.get_by_label("Folder of llama.cpp")
     page.locator("#export-gguf[aria-disabled=true]").click(force=True)
     page.wait_for_timeout(200)
-    assert tab.server.context.background.of("export-runs-answers") is None and tab.axe() == []
+    assert tab.server.context.background.of(key_of("export", "runs/answers")) is None and tab.axe() == []
     field.press_sequentially("llama.cpp", delay=10)
     page.locator("#export-gguf:not([aria-disabled])").wait_for()
     assert field.input_value() == "llama.cpp" and page.evaluate("document.activeElement.id") == "field-llama_cpp"

@@ -20,7 +20,7 @@ from lora_rocm.supervisor.lock import locked
 from lora_rocm.supervisor.queue_dir import QueueDir
 from lora_rocm.supervisor.queue_dir import locked as locked_file
 from lora_rocm.ui.application import PARTS
-from lora_rocm.ui.background import Work
+from lora_rocm.ui.background import Work, key_of
 from lora_rocm.ui.image_set.changes import ChangeJournal
 from lora_rocm.ui.server import PageServer
 from tests.supervisor.fake_run import RECIPE, data_fields, event, failure_fields, write_whole_run
@@ -203,7 +203,8 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageServer]:
     queue, runs = QueueDir(folder / "queue"), folder / "runs"
     queue.begin("cat", runs / "trains")
     with serving(folder) as server, locked(RunDir(runs / "trains")), locked_file(queue.run_lock, 0, "", ""):
-        for key in ("choose-runs-trains", "try-runs-trains", "export-runs-trains", "machine-step", "machine-transfer"):
+        of_run = [key_of(kind, "runs/trains") for kind in ("choose", "try", "export")]
+        for key in (*of_run, "machine-step", "machine-transfer"):
             server.context.background.start(key, work_on)
         yield server
 

@@ -184,6 +184,8 @@ def test_the_estimate_follows_and_training_starts(tab: Tab, recipe: Path, monkey
     page.wait_for_url("**/runs/view?*")
     exists.touch()
     assert made.process.wait(20) == 0
+    page.go_back()  # not to the page that waited
+    page.wait_for_url("**/recipe/edit?*")
 
 
 @pytest.mark.slow
