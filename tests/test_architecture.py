@@ -328,7 +328,8 @@ def json_faults(module: Module) -> Iterator[str]:
 
 def unfinished_faults(module: Module) -> Iterator[str]:
     for number, line in enumerate(module.source.splitlines(), 1):
-        if re.search(r"\b(TODO|FIXME|XXX|HACK|NotImplementedError)\b", line):
+        is_handled = line.lstrip().startswith("except ")  # ruamel raises NotImplementedError
+        if re.search(r"\b(TODO|FIXME|XXX|HACK|NotImplementedError)\b", line) and not is_handled:
             yield f"{module.name}:{number} is unfinished: {line.strip()}"
 
 
@@ -613,6 +614,7 @@ def test_fires_on_a_planted_fault(rule: Callable[[Module], Iterator[str]], plant
         (memory_faults, "children.plan", "CountedGpu(integrated=shares_main_memory(device))"),
         (json_faults, "processes.job_file", "a = json.loads(sys.argv[1])  # json: the parent's job"),
         (json_faults, "dataset.rows.text_rows", "def _parsed(line):\n    return json.dumps(parse_json(line))"),
+        (unfinished_faults, "errors", "try:\n    f()\nexcept NotImplemented" + "Error:\n    g()"),
         (warning_faults, "checks.x", "warnings.warn('text', stacklevel=2)\nwith Quiet():\n    f()"),
         (memory_faults, "device.allocator", "torch.cuda.set_per_process_memory_fraction(0.5)"),
         (memory_faults, "train.loop", '"""What mem_get_info says is too much."""\ntorch.cuda.memory_allocated(0)'),

@@ -267,7 +267,7 @@ def _written_again(text: str, section: str, key: str, wanted: dict[str, object])
     return changed
 
 
-def _loaded(text: str) -> Any:
+def _loaded(text: str) -> Any:  # untyped: a mapping of ruamel, with its comments
     """Load a text with its comments.
 
     Raises:

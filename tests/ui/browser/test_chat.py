@@ -51,10 +51,10 @@ def test_two_sides_answer_and_a_second_tab_sees_it(tab: Tab) -> None:
     found = Held(tab, "**/try/chat/send?*")
     message.press("Enter")
     found.wait()
-    message.press_sequentially(" and the next")  # what is written meanwhile stays
+    message.press_sequentially("-NEXT")  # what is written meanwhile stays
     found.go()
     page.get_by_text("word word word").first.wait_for()
-    assert message.input_value() == "LONG and the next"
+    assert message.input_value() == "LONG-NEXT"
     second.bring_to_front()
     second.get_by_text("word word word").first.wait_for()  # the other tab sees it stream
     second.get_by_role("button", name="Stop").click()
