@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 BAT_FOLDER = Path(__file__).parents[2] / "scripts" / "windows"
 PYTHONS = ("py", "python")
 TIMEOUT_S = 60
-BUSY_TRIES = 3
+BUSY_TRIES, BUSY_S = 4, 1.0
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,10 @@ class Stage:
         link.unlink(missing_ok=True)
         link.symlink_to(target)
 
-    def _is_busy(self, log: Path, said: str) -> bool:
-        """Whether Wine did not start a program that exists: the named one, or the first Python that it tries."""
+    def is_busy(self, code: int, said: str, log: Path) -> bool:
+        """Whether Wine did not start a program that exists: ``launch`` itself, the named one, or the first Python."""
+        if code == 1 and not log.exists():  # of wine: launch.exe ends with 0, or with 250 and more
+            return True
         calls = [json.loads(row) for row in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []
         found = [call["program"] for call in calls if call.get("path", "").startswith(windows_path(self.bin))]
         passed_over = "python" in found and "py" not in found and (self.bin / "py.exe").exists()
@@ -141,8 +144,9 @@ class Stage:
                 )
                 file.seek(0)
                 said = file.read().decode("utf-8", "replace")
-            if not self._is_busy(log, said):
+            if not self.is_busy(done.returncode, said, log):
                 break
+            time.sleep(BUSY_S)
         assert done.returncode == 0 and log.exists(), f"launch.exe: {done.returncode} {said}"
         entries: list[dict[str, Any]] = [json.loads(row) for row in log.read_text(encoding="utf-8").splitlines()]
         end = entries.pop()
