@@ -84,10 +84,8 @@ def _weights_key(recipe: Recipe, planned_precision: str | None) -> str:
     sections = [section.model_dump(mode="json") for section in (model, recipe.lora, recipe.objective)]
     # Not every base reads masks, or has a schedule for every sampler
     previews, asked = [preview for _, _, preview in recipe.sample.numbered()], recipe.sample.sampler
-    masked, samplers = (
-        any(each.mask for each in previews),
-        sorted({asked, *(each.sampler or asked for each in previews)}),
-    )
+    masked = any(each.mask for each in previews)
+    samplers = sorted({asked, *(each.sampler or asked for each in previews)})
     data = [recipe.data.packing, recipe.data.has_controls]  # the base is tried with such samples
     parts = [__version__, sections, precision, files, masked, samplers, data]
     return hashlib.sha256(json.dumps(parts).encode("utf-8")).hexdigest()

@@ -16,7 +16,8 @@ from lora_rocm.foundation.terminal_text import legible
 from lora_rocm.recipe.layers import EITHER_OR
 from lora_rocm.recipe.load import LoadedRecipe, dump_recipe, load_text
 from lora_rocm.recipe.paths import every_path
-from lora_rocm.recipe.yaml_tree import Key, value_at
+from lora_rocm.recipe.value_edit import with_comments
+from lora_rocm.recipe.yaml_tree import Key, YamlSyntaxError, value_at
 
 
 def standalone_text(loaded: LoadedRecipe) -> str:
@@ -32,9 +33,9 @@ def standalone_text(loaded: LoadedRecipe) -> str:
 def _with_comments(loaded: LoadedRecipe) -> str | None:
     """Return the recipe file's own text with absolute paths and --set; None if it would be read as another recipe."""
     yaml = YAML()  # keeps comments, order and quotes
-    yaml.preserve_quotes, yaml.width = True, 4096
+    yaml.width = 4096
     try:
-        data = yaml.load(loaded.layers.texts[str(loaded.path)])
+        data = with_comments(loaded.layers.texts[str(loaded.path)])
         if not isinstance(data, dict) or "base" in data:
             return None
         for key, value in _changes(loaded):
@@ -42,7 +43,7 @@ def _with_comments(loaded: LoadedRecipe) -> str | None:
         stream = io.StringIO()
         yaml.dump(data, stream)
         found = load_text(stream.getvalue(), loaded.path, registry=loaded.registry)
-    except (YAMLError, RecipeError, LookupError, TypeError, ValueError, NotImplementedError):  # see value_edit._loaded
+    except (YAMLError, YamlSyntaxError, RecipeError, LookupError, TypeError, ValueError):
         return None
     return stream.getvalue() if found.recipe == loaded.recipe and not _relative(found) else None
 

@@ -16,7 +16,7 @@ from ruamel.yaml.error import MarkedYAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from lora_rocm.recipe.recipe_text import written
-from lora_rocm.recipe.yaml_tree import YamlSyntaxError, composed, parse_yaml
+from lora_rocm.recipe.yaml_tree import YamlSyntaxError, composed, parse_yaml, place_of
 
 INDENT = "  "
 COMMENT = re.compile(r"(\s+)(#.*)")
@@ -249,7 +249,7 @@ def block_text(value: object) -> str:
 
 def _written_again(text: str, section: str, key: str, wanted: dict[str, object]) -> str:
     """Return the text as ruamel writes it, with its comments, after the change. ``wanted``: its data then."""
-    root = _loaded(text)
+    root = with_comments(text)
     content = wanted.get(section)
     if not isinstance(content, dict):
         del root[section]
@@ -261,13 +261,13 @@ def _written_again(text: str, section: str, key: str, wanted: dict[str, object])
         del root[section][key]
     changed = _dumped(root)
     if not _reads_as(changed, wanted):  # the section is another one's alias: it becomes a separate section
-        root = _loaded(text)
+        root = with_comments(text)
         root[section] = content
         changed = _dumped(root)
     return changed
 
 
-def _loaded(text: str) -> Any:  # untyped: a mapping of ruamel, with its comments
+def with_comments(text: str) -> Any:  # untyped: a mapping of ruamel, with its comments
     """Load a text with its comments.
 
     Raises:
@@ -277,9 +277,7 @@ def _loaded(text: str) -> Any:  # untyped: a mapping of ruamel, with its comment
     try:
         return _writer().load(text)
     except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = (mark.line + 1, mark.column + 1) if mark is not None else (1, 1)
-        raise YamlSyntaxError(str(error.problem or error.context), *place) from None
+        raise YamlSyntaxError(str(error.problem or error.context), *place_of(error)) from None
     except NotImplementedError:
         raise YamlSyntaxError("a comment is between a key and its text in the next line: move it", 1, 1) from None
 

@@ -111,6 +111,12 @@ def value_at(data: Any, key: Key, otherwise: Any = None) -> Any:
     return data
 
 
+def place_of(error: MarkedYAMLError) -> tuple[int, int]:
+    """Return the line and column of an error of ruamel, both from 1."""
+    mark = error.problem_mark or error.context_mark
+    return (mark.line + 1, mark.column + 1) if mark else (1, 1)
+
+
 def composed(text: str) -> Node | None:
     """Return the nodes of a YAML text, each with its place; None if it has no content.
 
@@ -135,8 +141,7 @@ def parse_yaml(text: str) -> YamlTree:
     try:
         node = composed(text)
     except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+        line, column = place_of(error)
         raise YamlSyntaxError(_syntax_message(text, error, line), line, column) from None
     except RecursionError:
         raise YamlSyntaxError("nested far too deeply", 1, 1) from None

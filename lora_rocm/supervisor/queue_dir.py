@@ -234,7 +234,7 @@ class QueueDir:
         found = next(same_file, None) or next(same_name, None)
         return found or self.present(item.path.name)
 
-    def moved(self, file_name: str) -> QueueItem:
+    def current_of(self, file_name: str) -> QueueItem:
         """Return the recipe that had a file name when a user or a page read it, with the name that it has now.
 
         Raises:

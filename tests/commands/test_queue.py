@@ -412,6 +412,16 @@ def test_the_lock_is_tried_without_being_made(there: Path) -> None:
 # The text of a recipe
 
 
+def test_a_recipe_with_a_comment_before_its_text_keeps_its_meaning(there: Path) -> None:
+    """ruamel cannot keep this comment, so the whole recipe is written."""
+    text = "model: {name_or_path: builtin:tiny-sdxl}\ndata: {path: .}\ntrain: {max_train_steps: 4}\n"
+    text += "output:\n  description: # why\n    a text\n\n\n# end\n"
+    (there / "odd.yaml").write_text(text, encoding="utf-8")
+    before = load_recipe("odd.yaml").recipe
+    commands.add(Path("queue"), ["odd.yaml"])
+    assert before.output.description == "a text" and load_recipe(there / "queue" / "010-odd.yaml").recipe == before
+
+
 def test_paths_keep_their_meaning_and_comments_stay(there: Path) -> None:
     (there / "mine").mkdir()
     (there / "mine" / "photos").mkdir()

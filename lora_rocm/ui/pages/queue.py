@@ -165,7 +165,7 @@ def _item(ui: UiContext, file_name: str) -> Path:
 
     A link is refused, because it may lead out of the named folders.
     """
-    path = QueueDir(ui.folders.queue).moved(file_name).path
+    path = QueueDir(ui.folders.queue).current_of(file_name).path
     refuse_link(path)
     return path
 

@@ -14,9 +14,12 @@ from typing import Any
 
 import pytest
 
+from lora_rocm.commands import check, plan_cards
+from lora_rocm.commands.check import CheckResult
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.ui.server import PageServer
 from tests.supervisor.fake_run import write_whole_run
+from tests.ui.test_recipe_plan import rows
 
 REQUIRED = "LORA_ROCM_REQUIRE_BROWSER"
 AXE = Path(__file__).parents[1] / "vendored" / "axe.min.js"
@@ -126,6 +129,15 @@ def wait_until(page: Any, is_true: Callable[[], bool]) -> None:
             return
         page.wait_for_timeout(25)
     raise AssertionError("it did not happen within 10 s")
+
+
+def uncounted_recipe(tab: Tab, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe without a count of its memory: a child that counts would take the processors from the next tests."""
+    monkeypatch.setattr(plan_cards, "plan_cards", rows)
+    monkeypatch.setattr(check, "checked", lambda loaded, command: CheckResult(loaded.path, "sdxl", "base"))
+    path = tab.folder / f"{name}.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
 
 
 @pytest.fixture(scope="session")

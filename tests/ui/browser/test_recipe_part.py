@@ -7,26 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from lora_rocm.commands import check, plan_cards
+from lora_rocm.commands import check
 from lora_rocm.commands.check import CheckResult
 from lora_rocm.planning.data_plan import DataPlan, run_plan
 from lora_rocm.recipe.load import LoadedRecipe
 from lora_rocm.ui import launch
 from tests.importing.test_import_command import LOSSY
-from tests.ui.browser.conftest import Tab
+from tests.ui.browser.conftest import Tab, uncounted_recipe
 from tests.ui.browser.test_real_run import WAIT_MS
 from tests.ui.test_recipe_part import RECIPE
-from tests.ui.test_recipe_plan import rows
 
 
 @pytest.fixture
 def recipe(tab: Tab, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A recipe without a count of its memory: a child that counts would take the processors from the next tests."""
-    monkeypatch.setattr(plan_cards, "plan_cards", rows)
-    monkeypatch.setattr(check, "checked", lambda loaded, command: CheckResult(loaded.path, "sdxl", "base"))
-    path = tab.folder / f"{request.node.name}.yaml"
-    path.write_text(RECIPE, encoding="utf-8")
-    return path
+    return uncounted_recipe(tab, request.node.name, RECIPE, monkeypatch)
 
 
 @pytest.mark.slow

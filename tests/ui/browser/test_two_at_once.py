@@ -9,16 +9,13 @@ from typing import Any
 
 import pytest
 
-from lora_rocm.commands import check, plan_cards
-from lora_rocm.commands.check import CheckResult
 from lora_rocm.commands.queue import add
 from lora_rocm.rundir.clicks import read_clicks
 from lora_rocm.supervisor.queue_dir import QueueDir
 from tests.supervisor.fake_run import RECIPE
-from tests.ui.browser.conftest import Held, Tab, wait_until
+from tests.ui.browser.conftest import Held, Tab, uncounted_recipe, wait_until
 from tests.ui.drawn_grid import with_grid
 from tests.ui.image_folders import write_folder
-from tests.ui.test_recipe_plan import rows
 
 
 def answered(tab: Tab) -> None:
@@ -40,11 +37,7 @@ def queue(tab: Tab) -> QueueDir:
 
 @pytest.fixture
 def recipe(tab: Tab, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(plan_cards, "plan_cards", rows)
-    monkeypatch.setattr(check, "checked", lambda loaded, command: CheckResult(loaded.path, "sdxl", "base"))
-    path = tab.folder / f"{request.node.name}.yaml"
-    path.write_text(RECIPE, encoding="utf-8")
-    return path
+    return uncounted_recipe(tab, request.node.name, RECIPE, monkeypatch)
 
 
 def test_a_double_click_is_one_change(tab: Tab, queue: QueueDir) -> None:
