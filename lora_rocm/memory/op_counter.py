@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from lora_rocm.device.allocator import PIECE_BYTES
@@ -52,7 +51,57 @@ def difference(one: SampleCost, other: SampleCost) -> SampleCost:
     return SampleCost(*(a - b for a, b in zip(astuple(one), astuple(other), strict=True)))
 
 
-class Ledger(TorchDispatchMode):
+class ReusedShapes(TorchDispatchMode):
+    """A dispatch mode that computes the shapes of an operation's results only once for inputs of the same shapes.
+
+    PyTorch's shape rules for the meta device are slow, and models repeat their layers. Each result is a new tensor.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[Hashable, tuple[_Made | None, ...]] = {}
+        self._written = set[Hashable]()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leave out the wrapper that hides ``__torch_dispatch__`` from Dynamo: it would run at each operation."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._result(func, args, kwargs or {}, (func, _signature(args), _signature(kwargs or {})))
+
+    def _result(self, func: Any, args: tuple[object, ...], kwargs: dict[str, object], key: tuple[Hashable, ...]) -> Any:
+        """Run an operation, or on the meta device make new results of the shapes that they had before.
+
+        A result is reused if its tensors are new, or if it is the first input, which the operation writes and leaves in
+        its shape. Views are detected by their storage, too, because not every schema marks them.
+
+        ``key``: of the operation and the shapes of its inputs.
+        """
+        kind = _kind_of(func)
+        if kind is None:
+            return func(*args, **kwargs)
+        if kind == "writes":
+            if key in self._written:
+                return args[0]
+            result = func(*args, **kwargs)
+            if result is args[0] and _is_meta(result) and _signature(args) == key[1]:
+                self._written.add(key)
+            return result
+        if (known := self._made.get(key)) is not None:
+            made = [None if each is None else each.again() for each in known]
+            return tuple(made) if len(func._schema.returns) > 1 else made[0]
+        result = func(*args, **kwargs)
+        results = result if isinstance(result, tuple) else (result,)
+        if all(each is None or _is_meta(each) for each in results):
+            given = {tensor.untyped_storage()._cdata for tensor in _tensors_in((args, kwargs))}
+            made_here = [each.untyped_storage()._cdata for each in results if each is not None]
+            if len({*made_here}) == len(made_here) and given.isdisjoint(made_here):
+                self._made[key] = tuple(None if each is None else _Made.of(each) for each in results)
+        return result
+
+
+class Ledger(ReusedShapes):
     """A dispatch mode that counts live bytes, their peak since the last ``mark``, and work (see ``Tally``).
 
     ``known``: tensors that are not counted (weights, inputs).
@@ -67,8 +116,7 @@ class Ledger(TorchDispatchMode):
         self.tally = Tally()
         self._sizes: dict[int, int] = {}
         self._alive: dict[int, weakref.ref[Any]] = {}
-        self._made: dict[Hashable, tuple[_Made | None, ...]] = {}
-        self._written = set[Hashable]()
+        self._flops: dict[Hashable, float] = {}
         for tensor in known:
             self._sizes[tensor.untyped_storage()._cdata] = 0
 
@@ -98,46 +146,17 @@ class Ledger(TorchDispatchMode):
         return self._sizes.get(tensor.untyped_storage()._cdata, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = self._result(func, args, kwargs or {})
-        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        fresh = sum(self._take(tensor) for tensor in tensors)
-        before = self.tally.now()
-        self._count(func, args, kwargs or {}, result, fresh > 0 or func._schema.is_mutable)
-        if func in OPERATORS:
+        given = kwargs or {}
+        key = (func, _signature(args), _signature(given))
+        result = self._result(func, args, given, key)
+        made = list(_tensors_in(result))
+        fresh = sum(self._take(tensor) for tensor in made)
+        before = self.tally.now() if func in OPERATORS else None
+        self._count(func, args, given, result, key, made, fresh > 0 or func._schema.is_mutable)
+        if before is not None:
             done = self.tally.minus(before)
             self.tally.attention = difference(self.tally.attention, difference(SampleCost(), done))
             self.tally.attention_bytes += fresh
-        return result
-
-    def _result(self, func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
-        """Run an operation, or on the meta device reuse the earlier result for inputs of the same shapes.
-
-        PyTorch's shape rules are slow. A result is reused if its tensors are new, or if it is the first input, which
-        the operation writes and leaves in its shape. Views are detected by their storage, too, because not every schema
-        marks them.
-        """
-        kind = _kind_of(func)
-        if kind is None:
-            return func(*args, **kwargs)
-        key = (func, _signature(args), _signature(kwargs))
-        if kind == "writes":
-            if key in self._written:
-                return args[0]
-            result = func(*args, **kwargs)
-            if result is args[0] and _is_meta(result) and _signature(args) == key[1]:
-                self._written.add(key)
-            return result
-        if key in self._made:
-            made = tuple(None if each is None else each.again() for each in self._made[key])
-            return made if len(func._schema.returns) > 1 else made[0]
-        result = func(*args, **kwargs)
-        results = result if isinstance(result, tuple) else (result,)
-        if all(each is None or _is_meta(each) for each in results):
-            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            given = {tensor.untyped_storage()._cdata for tensor in inputs}
-            made_here = [each.untyped_storage()._cdata for each in results if each is not None]
-            if len({*made_here}) == len(made_here) and given.isdisjoint(made_here):
-                self._made[key] = tuple(None if each is None else _Made.of(each) for each in results)
         return result
 
     def _take(self, tensor: Tensor) -> int:
@@ -162,11 +181,15 @@ class Ledger(TorchDispatchMode):
             self._shared_bytes -= size
         self._alive.pop(key, None)
 
-    def _count(self, func: Any, args: Any, kwargs: Any, result: Any, writes: bool) -> None:
+    def _count(
+        self, func: Any, args: Any, kwargs: Any, result: Any, key: Hashable, made: list[Tensor], writes: bool
+    ) -> None:
         formula = _formula(func)
         if formula is not None:
-            inputs = {name: value for name, value in kwargs.items() if name != "out"}
-            flops = formula(*args, **inputs, out_val=result)
+            flops = self._flops.get(key)
+            if flops is None:
+                inputs = {name: value for name, value in kwargs.items() if name != "out"}
+                flops = self._flops[key] = formula(*args, **inputs, out_val=result)
             if "_attention" in func._overloadpacket.__name__:
                 self.tally.attention_flops += flops
             elif func._overloadpacket in EIGHT_BIT_PRODUCTS:
@@ -175,7 +198,7 @@ class Ledger(TorchDispatchMode):
                 self.tally.flops += flops
             self.tally.launches += 1
         elif writes:  # else it is a view
-            tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
+            tensors = [*_tensors_in(args), *made]
             self.tally.moved_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
             self.tally.launches += 1
 
@@ -218,7 +241,7 @@ def _is_meta(value: object) -> bool:
 def _signature(value: object) -> Hashable:
     """A key of everything that a result's shape depends on: values, and the metadata of tensors."""
     if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype, value.device
+        return value.shape, value.stride(), value.dtype, value.is_meta
     if isinstance(value, list | tuple):
         return tuple(map(_signature, value))
     if isinstance(value, dict):
@@ -226,6 +249,18 @@ def _signature(value: object) -> Hashable:
     return type(value), value
 
 
+def _tensors_in(value: object) -> Iterator[Tensor]:
+    """Return the tensors among an operation's arguments or results."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors_in(part)
+    elif isinstance(value, dict):
+        yield from _tensors_in(tuple(value.values()))
+
+
+@cache
 def _formula(func: Any) -> Any:
     """PyTorch's FLOP formula for an operation; an in-place operation has the formula of its out-of-place variant."""
     packet = func._overloadpacket if func._overloadpacket is not INTEGER_PRODUCT else torch.ops.aten.mm

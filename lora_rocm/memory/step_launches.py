@@ -14,6 +14,7 @@ from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.families.objectives.loss import losses
 from lora_rocm.kernels.backend import kernels_seen, launching_on_meta, nothing_plain
 from lora_rocm.memory.footprint import inputs_on_meta, largest_of
+from lora_rocm.memory.op_counter import ReusedShapes
 from lora_rocm.processes.jobs import StepLaunches
 from lora_rocm.recipe.schema import Recipe
 
@@ -27,7 +28,8 @@ def launches_of_step(family: ModelFamily, model: LoadedModel, recipe: Recipe) ->
     """
     batch, draws = inputs_on_meta(family, largest_of(recipe), recipe.train.batch_size)
     with nothing_plain(), torch.enable_grad(), kernels_seen() as names, launching_on_meta(), recorded() as launches:
-        losses(family, model, batch, draws).sum().backward()
+        with ReusedShapes():
+            losses(family, model, batch, draws).sum().backward()
     for component in model.components.values():
         component.zero_grad(set_to_none=True)
     return StepLaunches(sorted(names), launches)

@@ -56,7 +56,7 @@ class StartContext:
 
     @property
     def count_request(self) -> CountRequest:
-        """The dtype and settings for which ``counting`` counts. Wait for the test of attention before."""
+        """The dtype and settings for which ``counting`` counts. The test of attention may change the settings."""
         return CountRequest(str(self.dtype).removeprefix("torch."), self.settings.to_text())
 
 

@@ -35,7 +35,7 @@ from lora_rocm.families.objectives.loss import losses
 from lora_rocm.foundation.files import kept_json, write_json
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
 from lora_rocm.memory.footprint import META, inputs_on_meta, to_meta
-from lora_rocm.memory.op_counter import Ledger
+from lora_rocm.memory.op_counter import ReusedShapes
 from lora_rocm.recipe.schema import Recipe
 
 VERDICTS: dict[str, ModelError | None] = {}
@@ -197,7 +197,7 @@ def key_of(source: BaseSource, recipe: Recipe, *more: str) -> str:
 @contextmanager
 def _computing() -> Iterator[None]:
     """Compute shapes only. Build modules before: here, Python code handles each operation."""
-    with torch.no_grad(), Ledger(iter(())), AlwaysTrue():  # the ledger caches shapes of equal operations
+    with torch.no_grad(), ReusedShapes(), AlwaysTrue():
         yield
 
 

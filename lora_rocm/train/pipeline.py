@@ -21,7 +21,6 @@ from lora_rocm.encoded_cache.encode_session import Encoding
 from lora_rocm.errors import DataError
 from lora_rocm.families.base import ModelFamily, family_for
 from lora_rocm.foundation.units import count_text
-from lora_rocm.kernels.backend import available
 from lora_rocm.loader.batches import BatchPlan, Prepared, open_workers, prepare
 from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.optim.schedule import length_text
@@ -127,12 +126,15 @@ def prepare_without_training(start: StartContext, opened: OpenedDevice | None = 
 
 
 def _with_tested_attention(start: StartContext, opened: OpenedDevice | None) -> StartContext:
-    """Wait for the test of attention, then let the process count that waits for the settings."""
+    """Wait for the test of attention. Where it changed the settings, the memory is counted again, for the new ones."""
     if opened is not None:
         with start.session.phase("attention"):  # a test that hangs is ended sooner than an encoder that is loaded
             start = replace(start, settings=opened.settings())
-    if start.counting is not None and available(start.device):  # the process sees no GPU, and counts Triton kernels
-        start.counting.ask(start.count_request)
+    if start.counting is not None:
+        counting = start.counting.asked_for(start.count_request)
+        if counting is not start.counting:
+            start.session.at_close.callback(counting.close)
+            start = replace(start, counting=counting)
     return start
 
 

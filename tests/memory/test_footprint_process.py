@@ -92,7 +92,7 @@ def test_a_process_that_has_counted_or_failed_is_not_waited_for(started: Callabl
         process = started(program)
         process.ask(BF16)
         assert seconds_of_waiting(process) < 20 < footprint_process.LIMIT_S
-        assert process._child is not None and process._child.poll() in ((code,) if process._is_asked else (code, None))
+        assert process._child is not None and process._child.poll() in ((code,) if process._asked else (code, None))
 
 
 def test_a_killed_process_is_not_waited_for(started: Callable[[str], FootprintProcess]) -> None:

@@ -90,6 +90,10 @@ class Counting:
     def ask(self, request: CountRequest) -> None:
         self.asked.append(request)
 
+    def asked_for(self, request: CountRequest) -> Counting:
+        assert self.asked in ([], [request])
+        return self
+
     def close(self) -> None:
         self.num_closed += 1
 
@@ -106,7 +110,7 @@ def test_a_step_s_memory_is_counted_while_the_worker_starts(
         raise DataError("no-data", "", where="", fix="")
 
     monkeypatch.setattr(worker, "footprint_process", lambda *given: made.append(Counting(*given)) or made[-1])
-    monkeypatch.setattr(pipeline, "available", lambda device: has_kernels)
+    monkeypatch.setattr("lora_rocm.kernels.backend.available", lambda device: has_kernels)
     monkeypatch.setattr(pipeline, "prepare_data", encodes)
     assert worker.main([str(run_dir.path)]) == DataError.exit_code
     (counting,) = made
