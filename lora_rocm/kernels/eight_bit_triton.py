@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK, WARPS = 2048, 8
-SUMS, TILE = 1024, 32
+SUMS, SUM_WARPS, TILE = 1024, 4, 32
 LAUNCH = {"enable_fp_fusion": False}
 """Options for launching a kernel. Each operation is rounded by itself, so that the bits equal plain PyTorch's."""
 
@@ -33,61 +33,100 @@ def _int8_code(value):
 
 
 @triton.jit
-def _rotated(value, GROUP: tl.constexpr):
-    """Rotate each ``GROUP`` consecutive numbers (``rotation.rotated``); 0 rotates nothing.
+def _four(value, APART: tl.constexpr):
+    """Return the numbers of each four that are ``APART`` apart, subtracted from half of their sum."""
+    fours = tl.reshape(value, [value.numel // (4 * APART), 2, 2, APART])
+    halves = tl.sum(tl.sum(fours, axis=2), axis=1) * 0.5
+    return tl.reshape(halves[:, None, None, :] - fours, value.shape)
+
+
+@triton.jit
+def _rotated(value, GROUP: tl.constexpr, HIGH: tl.constexpr):
+    """Rotate each ``GROUP`` numbers of a block [HIGH, N, 4] (``_columns``) as ``rotation.rotated``; 0 rotates nothing.
 
     Bits equal plain PyTorch's, because each sum has two terms.
     """
     found = value
     for stage in tl.static_range(4):
         if 4**stage < GROUP:
-            fours = tl.reshape(found, [value.numel // 4 ** (stage + 1), 2, 2, 4**stage])
-            halves = tl.sum(tl.sum(fours, axis=2), axis=1) * 0.5
-            found = tl.reshape(halves[:, None, None, :] - fours, value.shape)
+            if 4**stage * HIGH < GROUP:
+                found = _four(found, 4**stage)
+            else:
+                found = _four(found, value.numel // GROUP * 4**stage)
     return found
 
 
 @triton.jit
-def _scaled_values(x, factor, at, column, inside, FACTOR: tl.constexpr, GROUP: tl.constexpr):
+def _columns(GROUP: tl.constexpr, HIGH: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the columns of a block of numbers [HIGH, N, 4].
+
+    A group's numbers are split into ``HIGH`` parts, and the parts of all groups are the rows of the block. So a thread
+    has the same place of all parts, and rotates them without other threads.
+    """
+    part, word = tl.arange(0, HIGH)[:, None, None], tl.arange(0, BLOCK // HIGH // 4)[None, :, None]
+    low = word * 4 + tl.arange(0, 4)[None, None, :]
+    if HIGH == 1:
+        return low + part
+    width: tl.constexpr = GROUP // HIGH
+    return (low // width) * GROUP + part * width + low % width
+
+
+@triton.jit
+def _scaled_values(x, factor, at, column, inside, FACTOR: tl.constexpr, GROUP: tl.constexpr, HIGH: tl.constexpr):
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if FACTOR:
         value = value * tl.load(factor + column, mask=inside, other=0.0)
-    return _rotated(value, GROUP)
+    return _rotated(value, GROUP, HIGH)
+
+
+@triton.jit
+def _words(value, byte, FP8: tl.constexpr):
+    """Return the codes of numbers [HIGH, N, 4] as words [HIGH, N]."""
+    if FP8:
+        code = _e4m3_code(value)
+    else:
+        code = _int8_code(value)
+    return tl.sum((code & 0xFF) << (8 * byte), axis=2)
 
 
 @triton.jit
 def scale_rows(
     x, factor, words, scale, stride, width, largest, tiny,
-    FP8: tl.constexpr, FACTOR: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    FP8: tl.constexpr, FACTOR: tl.constexpr, GROUP: tl.constexpr, HIGH: tl.constexpr, BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Write a row's codes, four in a word, and its scale; one program per row. ``width`` is a multiple of 4.
 
     It is a multiple of ``GROUP`` too, in which numbers are rotated first; 0 rotates nothing.
     The largest magnitude gets the code of ``largest``. Magnitudes are compared as integers: NaN is then the
     largest, and the scale of its row is NaN.
+
+    ``WHOLE``: a block has room for the row, so that it is read and rotated once. Otherwise it is read again for codes.
     """
     row = tl.program_id(0).to(tl.int64)
-    word, byte = tl.arange(0, BLOCK // 4), tl.arange(0, 4)[None, :]
-    peaks = tl.zeros([BLOCK // 4, 4], tl.int32)
-    for begin in range(0, width, BLOCK):
-        column = begin + word[:, None] * 4 + byte
-        value = _scaled_values(x, factor, row * stride + column, column, column < width, FACTOR, GROUP)
-        size_bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        peaks = tl.where(size_bits > peaks, size_bits, peaks)
-    peak_bits = tl.max(tl.max(peaks, axis=1), axis=0)
+    column, byte = _columns(GROUP, HIGH, BLOCK), tl.arange(0, 4)[None, None, :]
+    word = tl.min(column, axis=2) // 4
+    first = _scaled_values(x, factor, row * stride + column, column, column < width, FACTOR, GROUP, HIGH)
+    peaks = first.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if not WHOLE:
+        for begin in range(BLOCK, width, BLOCK):
+            at = begin + column
+            value = _scaled_values(x, factor, row * stride + at, at, at < width, FACTOR, GROUP, HIGH)
+            size_bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            peaks = tl.where(size_bits > peaks, size_bits, peaks)
+    peak_bits = tl.max(tl.max(tl.max(peaks, axis=2), axis=0), axis=0)
     tiny_bits = tiny.to(tl.float32).to(tl.int32, bitcast=True)
     peak = tl.where(peak_bits > tiny_bits, peak_bits, tiny_bits).to(tl.float32, bitcast=True)
     tl.store(scale + row, tl.math.div_rn(peak, largest.to(tl.float32)))
     inverse = tl.math.div_rn(largest.to(tl.float32), peak)
-    for begin in range(0, width, BLOCK):
-        column = begin + word[:, None] * 4 + byte
-        value = _scaled_values(x, factor, row * stride + column, column, column < width, FACTOR, GROUP) * inverse
-        if FP8:
-            code = _e4m3_code(value)
-        else:
-            code = _int8_code(value)
-        packed = tl.sum((code & 0xFF) << (8 * byte), axis=1)
-        tl.store(words + row * (width // 4) + begin // 4 + word, packed, mask=begin + word * 4 < width)
+    row_words = words + row * (width // 4)
+    if WHOLE:
+        tl.store(row_words + word, _words(first * inverse, byte, FP8), mask=word * 4 < width)
+    else:
+        for begin in range(0, width, BLOCK):
+            at = begin + column
+            value = _scaled_values(x, factor, row * stride + at, at, at < width, FACTOR, GROUP, HIGH) * inverse
+            tl.store(row_words + begin // 4 + word, _words(value, byte, FP8), mask=begin + word * 4 < width)
 
 
 @triton.jit
@@ -114,22 +153,31 @@ def turn_codes(words, turned, row_groups, row_words, TILE: tl.constexpr):
 @triton.jit
 def scale_sums(
     sums, scale, factor, bias, out, width,
-    FACTOR: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    FACTOR: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, HIGH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write int32 sums times the scales of their row and column, rotated, plus a bias; one program per block of a row.
 
     ``width`` is a multiple of ``GROUP``; 0 rotates nothing.
     """
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(1) * BLOCK + _columns(GROUP, HIGH, BLOCK)
     inside = column < width
     value = tl.load(sums + row * width + column, mask=inside, other=0).to(tl.float32) * tl.load(scale + row)
     if FACTOR:
         value = value * tl.load(factor + column, mask=inside, other=0.0)
-    value = _rotated(value, GROUP)
+    value = _rotated(value, GROUP, HIGH)
     if BIAS:
         value = value + tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=inside)
+
+
+PARTS = 16
+def high(group: int) -> int:
+    return min(PARTS, max(group // 16, 1))
+
+
+def rows_in(width: int, group: int) -> tuple[int, int]:
+    return BLOCK, WARPS
 
 
 def launch_rows(
@@ -146,10 +194,12 @@ def launch_rows(
     ``largest``: largest storable number; 127 means int8, and any other number fp8. ``group``: see ``scale_rows``.
     """
     width = x_MN.shape[1]
+    block, warps = rows_in(width, group)
     scale_rows[(len(x_MN),)](
         x_MN, x_MN if factor_N is None else factor_N, codes_MN.view(torch.int32), scale_M1,
         x_MN.stride(0), width, largest, tiny,
-        FP8=largest != 127, FACTOR=factor_N is not None, GROUP=group, BLOCK=BLOCK, num_warps=WARPS, **LAUNCH,
+        FP8=largest != 127, FACTOR=factor_N is not None, GROUP=group, HIGH=high(group), BLOCK=block, WHOLE=width <= block,
+        num_warps=warps, **LAUNCH,
     )  # fmt: skip
 
 
@@ -167,5 +217,6 @@ def launch_sums(
     rows, width = sums_MN.shape
     scale_sums[(rows, triton.cdiv(width, SUMS))](
         sums_MN, scale_M1, scale_M1 if factor_N1 is None else factor_N1, scale_M1 if bias_N is None else bias_N, out_MN,
-        width, FACTOR=factor_N1 is not None, BIAS=bias_N is not None, GROUP=group, BLOCK=SUMS, **LAUNCH,
+        width, FACTOR=factor_N1 is not None, BIAS=bias_N is not None, GROUP=group, HIGH=high(group), BLOCK=SUMS, num_warps=SUM_WARPS,
+        **LAUNCH,
     )  # fmt: skip

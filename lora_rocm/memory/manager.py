@@ -279,6 +279,7 @@ def decide(
     shape: SampleShape,
     context: RunContext,
     shapes: int = 1,
+    wait: Callable[[], None] = lambda: None,
 ) -> MemoryManager:
     """Choose the memory plan for this device.
 
@@ -291,6 +292,7 @@ def decide(
         shape: shape of the run's largest samples.
         context: receives a notice when a feature is disabled.
         shapes: number of different shapes of the run's samples.
+        wait: waits for a process that counts the step's memory. Meanwhile the GPU is measured.
 
     Raises:
         UserError: "does-not-fit", the smallest plan exceeds the budget.
@@ -300,10 +302,12 @@ def decide(
     if not on_gpu and recipe.runtime.memory != "selective":
         asked = job.modes[0] if len(job.modes) == 1 else None
         return MemoryManager(job, "keep" not in job.modes, asked, context)
-    footprint = counted(recipe, family, dtype, settings, shape, on_gpu)
     room = partial(room_bytes, device, settings, steady=recipe.runtime.deterministic) if on_gpu else None
     budget_bytes = room() if room is not None else None  # before the measurement below takes memory
-    memory = choose_from(recipe, footprint, job, budget_bytes, context, rates_here(recipe, device, dtype, settings))
+    rates = rates_here(recipe, device, dtype, settings)
+    wait()
+    footprint = counted(recipe, family, dtype, settings, shape, on_gpu)
+    memory = choose_from(recipe, footprint, job, budget_bytes, context, rates)
     memory.room = room
     return memory
 

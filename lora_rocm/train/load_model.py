@@ -56,11 +56,14 @@ def choose_memory(start: StartContext, family: ModelFamily, shapes: Collection[S
     largest = max(shapes, key=lambda shape: shape.order)
     how = (start.recipe, family, start.device, start.dtype, start.settings)
     with start.context.part("plan"):
-        if start.counting is not None and largest == largest_of(start.recipe):
-            start.counting.wait(lambda: start.context.beat("load"))
-        memory = decide(*how, largest, start.context, len(shapes))
+        memory = decide(*how, largest, start.context, len(shapes), wait=partial(_wait_for_count, start, largest))
     memory.again = training_context(start.settings.attention)
     return memory
+
+
+def _wait_for_count(start: StartContext, largest: SampleShape) -> None:
+    if start.counting is not None and largest == largest_of(start.recipe):
+        start.counting.wait(lambda: start.context.beat("load"))
 
 
 def load_model(

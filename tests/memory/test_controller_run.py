@@ -78,7 +78,7 @@ def test_a_first_pass_that_takes_too_much_changes_the_plan_and_no_byte(
     assert start(recipe, tmp_path / "kept")
     made: list[MemoryManager] = []
 
-    def small(recipe: Recipe, family: ModelFamily, *how: Any) -> MemoryManager:
+    def small(recipe: Recipe, family: ModelFamily, *how: Any, **named: Any) -> MemoryManager:
         _, dtype, settings, size, context, _ = how
         net = counted(recipe, family, dtype, settings, size, on_gpu=False)
         budget = int(resident_bytes(net, ()) + 1.2 * activation_bytes(net, ()))

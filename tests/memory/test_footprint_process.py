@@ -21,9 +21,10 @@ import torch
 from lora_rocm.dataset.shape import SampleShape
 from lora_rocm.families.base import family_for
 from lora_rocm.hardware.settings import VARIABLE, Settings, settings_from
-from lora_rocm.memory import footprint, footprint_process
+from lora_rocm.memory import footprint, footprint_process, manager
 from lora_rocm.memory.footprint import counted, largest_of
 from lora_rocm.memory.footprint_process import FootprintProcess, footprints_file
+from lora_rocm.planning.step_plan import Rates
 from lora_rocm.processes.jobs import CountRequest, Launch, StepLaunches, count_request, request_line
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
@@ -152,6 +153,21 @@ def test_a_process_that_the_system_refuses_is_not_waited_for(monkeypatch: pytest
     process.close()
 
 
+def test_a_process_counts_again_only_for_another_request(started: Callable[[str], FootprintProcess]) -> None:
+    """The test of attention may change settings after the process was asked."""
+    process = started(IS_SILENT)
+    assert process.asked_for(BF16) is process, "it was not asked, because the step has no kernels"
+    process.ask(BF16)
+    assert process.asked_for(BF16) is process and process._child is not None and process._child.poll() is None
+    other = process.asked_for(replace(BF16, settings=Settings(attention="math").to_text()))
+    try:
+        assert process._child.poll() is not None and process.launches() is None
+        assert other is not process and other._child is not None and other._child.poll() is None
+        assert seconds_of_waiting(process) < 20 < footprint_process.LIMIT_S
+    finally:
+        other.close()
+
+
 def test_a_request_arrives_as_it_was_sent() -> None:
     settings = Settings(attention="math", triton=False)
     request = count_request(request_line(CountRequest("float16", settings.to_text())))
@@ -196,9 +212,24 @@ def test_loading_waits_only_for_its_own_shape(
         recipe=recipe, device=torch.device("cpu"), dtype=torch.bfloat16, settings=Settings(), context=context,
         counting=process,
     )  # fmt: skip
-    monkeypatch.setattr(load_model, "decide", lambda *_: process.calls.append("decide") or mock.MagicMock())
+    decides = lambda *_, wait: (wait(), process.calls.append("decide"), mock.MagicMock())[-1]  # noqa: E731
+    monkeypatch.setattr(load_model, "decide", decides)
     load_model.choose_memory(cast(StartContext, start), family_for(recipe), [shape])
     assert process.calls == [*calls, "decide"]
+
+
+def test_the_gpu_is_measured_while_the_memory_is_counted(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its room is read before, because libraries take memory at their first use."""
+    calls = list[str]()
+    monkeypatch.setattr(manager, "room_bytes", lambda *_, **__: calls.append("room") or 2**40)
+    monkeypatch.setattr(manager, "rates_here", lambda *_: calls.append("rates") or Rates())
+    kept = manager.counted
+    monkeypatch.setattr(manager, "counted", lambda *given: calls.append("counted") or kept(*given))
+    monkeypatch.setattr(manager, "shares_main_memory", lambda device: False)
+    gpu, family = torch.device("cuda"), family_for(recipe)
+    how = (recipe, family, gpu, torch.bfloat16, Settings(triton=False), largest_of(recipe), mock.MagicMock())
+    manager.decide(*how, wait=lambda: calls.append("wait"))
+    assert calls == ["room", "rates", "wait", "counted"]
 
 
 @pytest.mark.parametrize("has_cores", [True, False])

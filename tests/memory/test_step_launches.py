@@ -50,6 +50,12 @@ def test_a_step_s_kernels_are_listed(step: Step, monkeypatch: pytest.MonkeyPatch
     assert not launches_of_step(*step).launches, "the control: otherwise a pass on meta launches nothing"
 
 
+def test_shapes_that_are_known_already_do_not_change_the_list(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = launches_of_step(*step)
+    monkeypatch.setattr(step_launches, "ReusedShapes", nullcontext)
+    assert launches_of_step(*step) == found
+
+
 def test_the_memory_of_a_listed_model_is_the_same(step: Step) -> None:
     family, model, recipe = step
     wanted = count(family, meta_model(family, recipe, BF16), recipe, largest_of(recipe))

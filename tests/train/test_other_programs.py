@@ -167,7 +167,7 @@ def test_a_model_that_moves_begins_with_a_limit_of_now(tmp_path: Path, monkeypat
     """The base of a run, and the base of a process that does not train: both were read for minutes before."""
     card = FakeCard(tmp_path).install(monkeypatch)
     monkeypatch.setattr(standalone, "DeviceTransfer", lambda *args, **how: None)
-    monkeypatch.setattr(load_model, "decide", lambda *how: SimpleNamespace(budget=card.limit))
+    monkeypatch.setattr(load_model, "decide", lambda *how, **named: SimpleNamespace(budget=card.limit))
     moves: list[Callable[[], object]] = [
         lambda: standalone.open_transfer(GPU, SETTINGS),
         lambda: load_model.choose_memory(start, None, [SampleShape.of(tokens=8)]),  # type: ignore[arg-type]
