@@ -142,6 +142,7 @@ class KernelCompilers:
         self._starting.join()
         for child in self._children:
             child.kill()
+        for child in self._children:
             child.wait()
         for thread in self._threads:
             if thread.ident is not None:

@@ -12,8 +12,11 @@ from lora_rocm.kernels.eight_bit import CODES, INT8, scaled_rows, scaled_sums, t
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.rotation import GROUPS
 
-SEED, ROWS, WIDTH = 23, 9, 2304
-"""The width is longer than one block of the kernel, and not a multiple of a block."""
+SEED, ROWS, WIDTH, SHORT, LONGER = 23, 9, 2304, 1024, 16
+"""The width is longer than one block of the kernel, and not a multiple of a block. A short row fits into a block.
+
+Rows are part of rows that are longer by ``LONGER``.
+"""
 SHAPES = ((144, 336), (128, 128), (16, 1168))
 
 
@@ -36,15 +39,19 @@ def codes_of(name: str, implementation: Implementation, device: torch.device) ->
     groups = GROUPS if code is INT8 else ()
     # Rows
     rng = torch.Generator().manual_seed(SEED)
-    x_MN, factor_N1 = torch.randn(ROWS, WIDTH, generator=rng), torch.rand(WIDTH, 1, generator=rng) + 0.01
+    x_MN, factor_N1 = torch.randn(ROWS, WIDTH + LONGER, generator=rng), torch.rand(WIDTH, 1, generator=rng) + 0.01
     x_MN[:4] *= torch.tensor([0.0, 1e-20, 1e20, 1.0])[:, None]
     x_MN[3, 1::3] *= 1e-3
     x_MN[8] = (20 * x_MN[8]).clamp(-code.largest, code.largest)
     x_MN[8, 0] = code.largest  # so that the scale is 1, and many numbers are halfway between two codes
-    x_MN, factor_N1 = x_MN.to(device, torch.bfloat16), factor_N1.to(device)
-    for with_factor, group in ((False, 0), (True, 0), *((False, group) for group in groups)):
-        codes_MN, scale_M1 = scaled_rows(x_MN, code, factor_N1 if with_factor else None, group, implementation)
-        title = f"{with_factor} {group}"
+    x_MN, factor_N1 = x_MN.to(device, torch.bfloat16)[:, :WIDTH], factor_N1.to(device)
+    short = [(SHORT, False, group) for group in (0, *groups[:1])]
+    for width, with_factor, group in (
+        (WIDTH, False, 0), (WIDTH, True, 0), *((WIDTH, False, group) for group in groups), *short,
+    ):  # fmt: skip
+        factor = factor_N1 if with_factor else None
+        codes_MN, scale_M1 = scaled_rows(x_MN[:, :width], code, factor, group, implementation)
+        title = f"{width} {with_factor} {group}"
         found |= {f"codes {title}": codes_MN, f"scales {title}": scale_M1.contiguous()}
     x_MN[4, 5], x_MN[5, 7] = torch.nan, torch.inf
     for group in (0, *groups[-1:]):

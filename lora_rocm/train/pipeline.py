@@ -72,6 +72,7 @@ def train(start: StartContext, opened: OpenedDevice | None = None) -> tuple[bool
     # Caches, then base model, adapter and optimizer
     with ExitStack() as until_loaded:
         with session.phase("cache"):
+            compilers = until_loaded.enter_context(compilers_of(start))  # while the base is checked
             # A resumed run has computed with its base before, unless the base may have changed
             is_checked = checkpoint is None or start.accept_changes
             if is_checked:
@@ -80,7 +81,6 @@ def train(start: StartContext, opened: OpenedDevice | None = None) -> tuple[bool
             if is_checked:
                 start.world.first("the base", lambda: _require_trainable(start, family))
             start = _with_tested_attention(start, opened)
-            compilers = until_loaded.enter_context(compilers_of(start))
             data = start.world.in_turn("caches", lambda: prepare_data(start, family))
             keep_trained(start, family)
             start.world.require_same("the training data", {"samples": data.identity()})
@@ -113,9 +113,9 @@ def prepare_without_training(start: StartContext, opened: OpenedDevice | None = 
     compilation.how_asked(start.recipe.runtime.compile, start.device)
     with ExitStack() as until_loaded:
         with session.phase("cache"):
+            compilers = until_loaded.enter_context(compilers_of(start))
             _require_trainable(start, family)
             start = _with_tested_attention(start, opened)
-            compilers = until_loaded.enter_context(compilers_of(start))
             data = prepare_data(start, family)
         data.workers.close()
         with session.phase("load"):

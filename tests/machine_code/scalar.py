@@ -148,6 +148,18 @@ def compared(how: str, dtype: str) -> Builder:
     return build
 
 
+def compared_with_number(how: str, dtype: str) -> Builder:
+    """A comparison with a number of 16 bits into the flag. Only the number of a signed comparison keeps its sign."""
+
+    def rewritten(instruction: Instruction, target: Target) -> Operation:
+        _expect(instruction, 2)
+        number = int(instruction.operands[1], 0) & 0xFFFF
+        number = (number ^ 0x8000) - 0x8000 if dtype == "i32" else number
+        return compared(how, dtype)(replace(instruction, operands=(instruction.operands[0], str(number))), target)
+
+    return rewritten
+
+
 def bit_compared(wanted: int) -> Builder:
     """Whether a bit of a number has a value, into the flag."""
 
@@ -299,6 +311,11 @@ INSTRUCTIONS: dict[str, Builder] = {
     **_of_width(64),
     **{f"s_load_b{32 * words}": loaded(words) for words in (1, 2, 3, 4, 8, 16)},
     **{f"s_lshl{places}_add_u32": shifted_sum(places) for places in (1, 2, 3, 4)},
+    **{
+        f"s_cmpk_{how}_{dtype}": compared_with_number(how, dtype)
+        for how in ("eq", "lg", "lt", "le", "gt", "ge")
+        for dtype in ("i32", "u32")
+    },
     **{
         f"s_cmp_{how}_{dtype}": compared(how, dtype)
         for how in ("eq", "lg", "lt", "le", "gt", "ge")

@@ -115,8 +115,8 @@ SOURCE = (
     SourceFault(
         "codes are stored without a mask",
         "eight_bit_triton",
-        "packed, mask=begin + word * 4 < width)",
-        "packed)",
+        "byte, FP8), mask=begin + word * 4 < width)",
+        "byte, FP8))",
         INT8_CODES,
     ),
     SourceFault(
@@ -170,9 +170,25 @@ SOURCE = (
     SourceFault(
         "rows of a longer tensor are read as if it were dense",
         "eight_bit_triton",
+        "row * stride + at",
+        "row * width + at",
+        FP8_CODES,
+        None,
+    ),
+    SourceFault(
+        "a short row of a longer tensor is read as if it were dense",
+        "eight_bit_triton",
         "row * stride + column",
         "row * width + column",
         FP8_CODES,
+        None,
+    ),
+    SourceFault(
+        "parts of a group are in the wrong place",
+        "eight_bit_triton",
+        "part * width + low % width",
+        "part * (2 * width) + low % width",
+        INT8_CODES,
         None,
     ),
     SourceFault(
