@@ -64,7 +64,7 @@ class ReusedShapes(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Leave out the wrapper that hides ``__torch_dispatch__`` from Dynamo: it would run at each operation."""
+        """Skip the wrapper that hides ``__torch_dispatch__`` from Dynamo: it would run at each operation."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

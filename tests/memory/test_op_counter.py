@@ -195,4 +195,3 @@ def test_logits_that_a_kernel_overwrites_are_not_copied(implementation: Implemen
     with ledger:
         to_loss_gradient(logits_NV, labels_N[:, 0].long(), -100, implementation)
     assert least <= ledger.peak_bytes <= most
-
