@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from lora_rocm.encoded_cache.encode_session import Encoding
 from lora_rocm.errors import DataError
 from lora_rocm.families.base import ModelFamily, family_for
 from lora_rocm.foundation.units import count_text
+from lora_rocm.kernels.backend import available
 from lora_rocm.loader.batches import BatchPlan, Prepared, open_workers, prepare
 from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.optim.schedule import length_text
@@ -72,11 +73,11 @@ def train(start: StartContext, opened: OpenedDevice | None = None) -> tuple[bool
     # Caches, then base model, adapter and optimizer
     with ExitStack() as until_loaded:
         with session.phase("cache"):
-            compilers = until_loaded.enter_context(compilers_of(start))  # while the base is checked
             # A resumed run has computed with its base before, unless the base may have changed
             is_checked = checkpoint is None or start.accept_changes
             if is_checked:
                 start.world.first("the base's files", family.examine)
+            compilers = until_loaded.enter_context(_helped(start))
             read_base_early(start, family)
             if is_checked:
                 start.world.first("the base", lambda: _require_trainable(start, family))
@@ -113,7 +114,8 @@ def prepare_without_training(start: StartContext, opened: OpenedDevice | None = 
     compilation.how_asked(start.recipe.runtime.compile, start.device)
     with ExitStack() as until_loaded:
         with session.phase("cache"):
-            compilers = until_loaded.enter_context(compilers_of(start))
+            family.examine()
+            compilers = until_loaded.enter_context(_helped(start))
             _require_trainable(start, family)
             start = _with_tested_attention(start, opened)
             data = prepare_data(start, family)
@@ -123,6 +125,16 @@ def prepare_without_training(start: StartContext, opened: OpenedDevice | None = 
             choose_kernels(start, memory, compilers, waits=True)
             if compilers is not None:
                 compilers.wait_for_step(lambda: start.context.beat("load"))
+
+
+def _helped(start: StartContext) -> AbstractContextManager[KernelCompilers | None]:
+    """Let the process count, and return a context with processes that compile, if this start needs any.
+
+    They begin while the base is checked, but not before its files are there: a download may take hours.
+    """
+    if start.counting is not None and available(start.device):  # the process sees no GPU, and counts Triton kernels
+        start.counting.ask(start.count_request)
+    return compilers_of(start)
 
 
 def _with_tested_attention(start: StartContext, opened: OpenedDevice | None) -> StartContext:

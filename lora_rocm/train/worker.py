@@ -137,7 +137,6 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
     opening = OpenedDevice(device, settings, recipe, session.context)
     # Heavy imports, only once the lock is held and errors can be recorded
     from lora_rocm.families.base import family_for
-    from lora_rocm.kernels.backend import available
     from lora_rocm.train import pipeline, resume
     from lora_rocm.train.context import StartContext
 
@@ -168,8 +167,6 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
     start = StartContext(
         session, recipe, device, dtype, settings, checkpoint, options.accept_changes, options.attempt, world, counting
     )
-    if counting is not None and available(device):  # the process sees no GPU, and counts Triton kernels
-        counting.ask(start.count_request)
     if options.prepare:
         pipeline.prepare_without_training(start, opening)
         finished, updates = True, 0

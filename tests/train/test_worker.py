@@ -7,17 +7,23 @@ import io
 import os
 import signal
 import sys
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
+import torch
 
 from lora_rocm.errors import DataError
+from lora_rocm.families.base import family_for
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.processes.jobs import CountRequest
+from lora_rocm.recipe.load import load_recipe
 from lora_rocm.rules.mitigations import mitigation_table
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.recipe_file import recipe_to_train
 from lora_rocm.train import pipeline, worker
+from lora_rocm.train.context import StartContext
 from tests.train.runs import run_dir
 
 __all__ = ["run_dir"]
@@ -110,13 +116,36 @@ def test_a_step_s_memory_is_counted_while_the_worker_starts(
         raise DataError("no-data", "", where="", fix="")
 
     monkeypatch.setattr(worker, "footprint_process", lambda *given: made.append(Counting(*given)) or made[-1])
-    monkeypatch.setattr("lora_rocm.kernels.backend.available", lambda device: has_kernels)
+    monkeypatch.setattr(pipeline, "available", lambda device: has_kernels)
     monkeypatch.setattr(pipeline, "prepare_data", encodes)
+    family = type(family_for(load_recipe(recipe_to_train(run_dir)).recipe))
+    examine, require_trainable, order = family.examine, pipeline._require_trainable, list[object]()
+    monkeypatch.setattr(family, "examine", lambda self: order.append(list(made[0].asked)) or examine(self))
+    monkeypatch.setattr(
+        pipeline,
+        "_require_trainable",
+        lambda *now: order.append(("check", len(made[0].asked))) or require_trainable(*now),
+    )
     assert worker.main([str(run_dir.path)]) == DataError.exit_code
     (counting,) = made
+    assert order[:2] == [[], ("check", int(has_kernels))], (
+        "it has no network, so the base's files have to be there before"
+    )
     recipe, _, on_gpu = counting.given
     assert recipe == recipe_to_train(run_dir) and on_gpu is False
     assert counting.asked == ([CountRequest("float32", Settings().to_text())] if has_kernels else []), (
         "it counts kernels of Triton"
     )
     assert given == made and counting.num_closed == 1
+
+
+@pytest.mark.parametrize("attention", ["auto", "math"])
+def test_settings_that_the_test_of_attention_changes_are_counted(attention: Any) -> None:
+    other, session = object.__new__(Counting), MagicMock()
+    counting = MagicMock()
+    counting.asked_for = lambda request: counting if request.settings == Settings().to_text() else other
+    start = StartContext(session, MagicMock(), torch.device("cpu"), torch.float32, Settings(), counting=counting)
+    opened: Any = SimpleNamespace(settings=lambda: Settings(attention=attention))
+    found = pipeline._with_tested_attention(start, opened)
+    assert found.settings.attention == attention and found.counting is (other if attention == "math" else counting)
+    assert session.at_close.callback.call_args_list == ([call(other.close)] if attention == "math" else [])
