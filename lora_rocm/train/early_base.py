@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -20,12 +21,13 @@ SPARE_BYTES = 4 * 2**30
 """For samples, processes that compile, and other programs."""
 
 
-def read_base_early(start: StartContext, family: ModelFamily) -> None:
+def read_base_early(start: StartContext, family: ModelFamily) -> Callable[[], None]:
     """Start to read the base, as far as main memory has room for it.
 
     Components that encode are read first, if their digests are not known: the cache of samples asks for the digests,
-    for which every byte is read, and then the components are loaded. The trained components follow, if there is room
-    for all.
+    for which every byte is read, and then the components are loaded. The trained components follow when the caller
+    calls the result, if there is room for all. Threads that pack them take Python's lock often, so the base's check
+    comes before: with nf4 it takes two to three times as long beside them.
 
     Without a GPU the threads would take the cores from encoding. A GPU without dedicated memory needs main
     memory for the encoders twice while they are copied. Nothing is read early if an objective compares with
@@ -38,9 +40,9 @@ def read_base_early(start: StartContext, family: ModelFamily) -> None:
         ModelError: from configs and headers alone, as ``family.load`` does.
     """
     if start.device.type != "cuda" or not isinstance(family, TakesSource) or (os.cpu_count() or 1) < MIN_CORES:
-        return
+        return lambda: None
     if shares_main_memory(start.device) or start_encoders(start.recipe, family, start.dtype):
-        return
+        return lambda: None
     skeletons = {name: family.skeleton(name) for name in family.all_components}
     num_bytes = component_bytes(family, start.recipe, skeletons, start.dtype)
     room_bytes = free_main_bytes() - SPARE_BYTES
@@ -52,9 +54,13 @@ def read_base_early(start: StartContext, family: ModelFamily) -> None:
             if not source.is_digested(name):
                 dtype = family.encoder_dtypes.get(name, torch.float32)
                 source.read_ahead(name, dtype, family.weight_format(name))
-    if room_bytes >= sum(num_bytes.values()) * start.world.size:
+
+    def go_on() -> None:
         for name in trained:
             source.read_ahead(name, start.dtype, family.weight_format(name))
+
+    has_room = room_bytes >= sum(num_bytes.values()) * start.world.size
+    return go_on if has_room else lambda: None
 
 
 def keep_trained(start: StartContext, family: ModelFamily) -> None:

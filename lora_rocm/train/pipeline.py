@@ -78,9 +78,10 @@ def train(start: StartContext, opened: OpenedDevice | None = None) -> tuple[bool
             if is_checked:
                 start.world.first("the base's files", family.examine)
             compilers = until_loaded.enter_context(_helped(start))
-            read_base_early(start, family)
+            read_trained = read_base_early(start, family)
             if is_checked:
                 start.world.first("the base", lambda: _require_trainable(start, family))
+            read_trained()
             start = _with_tested_attention(start, opened)
             data = start.world.in_turn("caches", lambda: prepare_data(start, family))
             keep_trained(start, family)

@@ -80,14 +80,14 @@ def test_the_base_is_read_early_where_that_helps(
     monkeypatch.setattr(early_base.os, "cpu_count", lambda: cores)
     recipe = recipe_of("sdxl", str(model), tmp_path)
     start, family = start_of(recipe, device), family_for(recipe)
-    early_base.read_base_early(start, family)
+    early_base.read_base_early(start, family)()
     loaded = family.load(torch.bfloat16, CPU)
     start.session.at_close.close()
     assert reads.count("unet") == 1
     family.load(torch.bfloat16, CPU)  # the control: it was taken once
     assert (reads.count("unet"), list(loaded.components)) == (2, ["unet"])
     reads.clear()
-    early_base.read_base_early(start, again := family_for(recipe))
+    early_base.read_base_early(start, again := family_for(recipe))()
     assert again.base_facts()["identity"]
     start.session.at_close.close()
     assert any(name.endswith("alone") for name in reads) is not bool(read)
@@ -104,7 +104,7 @@ def test_a_first_start_reads_each_component_once(family: str, name: str, reads: 
         start, used = start_of(recipe), family_for(recipe)
         reads.clear()
         if reads_early:
-            early_base.read_base_early(start, used)
+            early_base.read_base_early(start, used)()
         for encoder in used.encoders():
             assert encoder.fingerprint
         for encoder in used.encoders():
@@ -131,17 +131,31 @@ def test_what_encodes_is_read_where_there_is_no_room_for_all(
         recipe = recipe_of("sdxl", str(model), tmp_path / str(room))
         start, used = start_of(recipe), family_for(recipe)
         reads.clear()
-        early_base.read_base_early(start, used)
+        early_base.read_base_early(start, used)()
         assert all(used.source.fingerprint(name) for name in num_bytes)
         alone.append({name.partition(" ")[0] for name in reads if name.endswith("alone")})
         start.session.at_close.close()
     assert alone == [set(), {"unet"}, {*num_bytes}]
 
 
+def test_trained_components_are_read_after_the_base_s_check(model: Path, tmp_path: Path, reads: list[str]) -> None:
+    """Threads that pack them would take Python's lock from it."""
+    recipe = recipe_of("sdxl", str(model), tmp_path)
+    start, family = start_of(recipe), family_for(recipe)
+    go_on = early_base.read_base_early(start, family)
+    for encoder in family.encoders():
+        encoder.load(MetaPlacement())
+    assert reads and "unet" not in reads
+    go_on()
+    family.load(torch.bfloat16, CPU)
+    assert reads.count("unet") == 1
+    start.session.at_close.close()
+
+
 def test_only_the_first_rank_reads_what_encodes(model: Path, tmp_path: Path, reads: list[str]) -> None:
     recipe = recipe_of("sdxl", str(model), tmp_path)
     second = start_of(recipe, rank=1)
-    early_base.read_base_early(second, family_for(recipe))
+    early_base.read_base_early(second, family_for(recipe))()
     second.session.at_close.close()
     assert {*reads} <= {"unet"}
 
@@ -149,7 +163,7 @@ def test_only_the_first_rank_reads_what_encodes(model: Path, tmp_path: Path, rea
 def test_what_encodes_is_dropped_where_nobody_loads_it(model: Path, tmp_path: Path, reads: list[str]) -> None:
     recipe = recipe_of("sdxl", str(model), tmp_path)
     start, family = start_of(recipe), family_for(recipe)
-    early_base.read_base_early(start, family)
+    early_base.read_base_early(start, family)()
     early_base.keep_trained(start, family)
     reads.clear()
     family.load(torch.bfloat16, CPU)
