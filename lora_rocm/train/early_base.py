@@ -26,8 +26,8 @@ def read_base_early(start: StartContext, family: ModelFamily) -> Callable[[], No
 
     Components that encode are read first, if their digests are not known: the cache of samples asks for the digests,
     for which every byte is read, and then the components are loaded. The trained components follow when the caller
-    calls the result, if there is room for all. Threads that pack them take Python's lock often, so the base's check
-    comes before: with nf4 it takes two to three times as long beside them.
+    calls the result, if there is room for all. That is after the base's check, because threads that pack take Python's
+    lock often: with nf4 the check took 3 s longer.
 
     Without a GPU the threads would take the cores from encoding. A GPU without dedicated memory needs main
     memory for the encoders twice while they are copied. Nothing is read early if an objective compares with
