@@ -34,7 +34,7 @@ def read_base_early(start: StartContext, family: ModelFamily) -> Callable[[], No
     the model's initial outputs, because these are computed with the base while samples are encoded. The session ends
     the reading.
 
-    ``family``: its base was checked.
+    ``family``: the files of its base were examined.
 
     Raises:
         ModelError: from configs and headers alone, as ``family.load`` does.
