@@ -67,6 +67,7 @@ class ReusedShapes(TorchDispatchMode):
         """Skip the wrapper that hides ``__torch_dispatch__`` from Dynamo: it would run at each operation."""
         return False
 
+    # untyped: PyTorch calls it
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._result(func, args, kwargs or {}, (func, _signature(args), _signature(kwargs or {})))
 
