@@ -32,14 +32,26 @@ ORPHANED_CODE = 1
 def main() -> int:
     """List and count what standard input asks for, and return the exit code.
 
-    Raises:
-        LoraRocmError: recipe or base model cannot be used. Loading has the same error, and reports it.
+    If recipe or base model cannot be used, it writes one line to the log: the start has the same error, and reports it.
     """
     try:
         job = job_of(CountJob)
     except LoraRocmError as error:
         emit(ErrorEvent(**error.to_event()))
         return error.exit_code
+    try:
+        return _answered(job)
+    except LoraRocmError as error:  # it is asked before the base is checked
+        sys.stderr.write(f"no memory of a step was counted: {error.code}\n")
+        return error.exit_code
+
+
+def _answered(job: CountJob) -> int:
+    """Wait for the request, list and count; return the exit code.
+
+    Raises:
+        LoraRocmError: recipe or base model cannot be used.
+    """
     torch.set_num_threads(1)
     recipe = load_recipe(job.recipe).recipe
     family = family_for(recipe)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,7 +19,7 @@ from lora_rocm.kernels.backend import kernels_seen, launches, launching_on_meta 
 from lora_rocm.memory import count_child, step_launches  # noqa: E402
 from lora_rocm.memory.footprint import count, largest_of, meta_model  # noqa: E402
 from lora_rocm.memory.step_launches import launches_of_step  # noqa: E402
-from lora_rocm.processes.jobs import StepLaunches  # noqa: E402
+from lora_rocm.processes.jobs import CountJob, StepLaunches  # noqa: E402
 from lora_rocm.recipe.kinds import recipe_from  # noqa: E402
 from lora_rocm.recipe.schema import Recipe  # noqa: E402
 
@@ -74,6 +75,20 @@ def test_a_step_that_fails_lists_nothing(error: Exception, step: Step, capfd: py
         assert count_child._launches(*step) == StepLaunches([], [])
     assert type(error).__name__ in capfd.readouterr().err
     assert count_child._launches(*step).launches
+
+
+def test_a_base_that_is_refused_leaves_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """The process is asked before the base is checked. The check has the same error, and its traceback is enough."""
+    monkeypatch.setattr(count_child, "job_of", lambda kind: CountJob(Path("a recipe.yaml")))
+    for error in (ModelError("refused", "", where="", fix=""), ZeroDivisionError("a fault")):
+        monkeypatch.setattr(count_child, "load_recipe", mock.Mock(side_effect=error))
+        if isinstance(error, ModelError):
+            assert count_child.main() == error.exit_code != 0
+        else:
+            with pytest.raises(ZeroDivisionError):  # the control
+                count_child.main()
+    text = capsys.readouterr().err
+    assert "refused" in text and "Traceback" not in text and text.count("\n") == 1
 
 
 def test_kernels_are_launched_on_meta_only_where_asked() -> None:
