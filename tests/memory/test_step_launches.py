@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -78,7 +77,9 @@ def test_a_step_that_fails_lists_nothing(error: Exception, step: Step, capfd: py
     assert count_child._launches(*step).launches
 
 
-def test_a_base_that_is_refused_leaves_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_base_that_is_refused_leaves_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The process is asked before the base is checked. The check has the same error, and its traceback is enough."""
     monkeypatch.setattr(count_child, "job_of", lambda kind: CountJob(Path("a recipe.yaml")))
     for error, code in (
