@@ -180,6 +180,13 @@ def _parts(group: int, most: int) -> int:
     return min(most, max(group // 16, 1))
 
 
+def _row_warps(group: int, width: int) -> int:
+    """Return the warps of a row. Long rows in groups of 64 take two: Triton 3.6 spills numbers of one on gfx1100."""
+    if not group:
+        return WARPS
+    return 2 if group == 64 and width > BLOCK else 1
+
+
 def launch_rows(
     x_MN: Tensor,
     factor_N: Tensor | None,
@@ -198,7 +205,7 @@ def launch_rows(
         x_MN, x_MN if factor_N is None else factor_N, codes_MN.view(torch.int32), scale_M1,
         x_MN.stride(0), width, largest, tiny,
         FP8=largest != 127, FACTOR=factor_N is not None, GROUP=group, HIGH=_parts(group, PARTS), BLOCK=BLOCK,
-        WHOLE=width <= BLOCK, num_warps=1 if group else WARPS, **LAUNCH,
+        WHOLE=width <= BLOCK, num_warps=_row_warps(group, width), **LAUNCH,
     )  # fmt: skip
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import traceback
 
 import torch
 
@@ -26,20 +25,34 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.event_types import ErrorEvent
 from lora_rocm.rundir.events import emit
 
-ORPHANED_CODE = 1
+ORPHANED_CODE = FAILED_CODE = 1
 
 
 def main() -> int:
     """List and count what standard input asks for, and return the exit code.
 
-    Raises:
-        LoraRocmError: recipe or base model cannot be used. Loading has the same error, and reports it.
+    After an error it writes one line to the log. The start has the same error when it checks the base or counts by
+    itself, and reports it with its traceback.
     """
     try:
         job = job_of(CountJob)
     except LoraRocmError as error:
         emit(ErrorEvent(**error.to_event()))
         return error.exit_code
+    try:
+        return _answered(job)
+    except (LoraRocmError, *CANNOT) as error:  # it is asked before the base is checked
+        _note("the memory of a step", error)
+        return error.exit_code if isinstance(error, LoraRocmError) else FAILED_CODE
+
+
+def _answered(job: CountJob) -> int:
+    """Wait for the request, list and count; return the exit code.
+
+    Raises:
+        LoraRocmError: recipe or base model cannot be used.
+        RuntimeError: the base cannot compute, because its sizes do not fit.
+    """
     torch.set_num_threads(1)
     recipe = load_recipe(job.recipe).recipe
     family = family_for(recipe)
@@ -60,12 +73,18 @@ def main() -> int:
 
 
 def _launches(family: ModelFamily, model: LoadedModel, recipe: Recipe) -> StepLaunches:
-    """Return a step's launches, or none after an error, which is only printed: the step then compiles its kernels."""
+    """Return a step's launches, or none after an error, which is only noted: the step then compiles its kernels."""
     try:
         return launches_of_step(family, model, recipe)
-    except (LoraRocmError, *CANNOT):
-        traceback.print_exc()
+    except (LoraRocmError, *CANNOT) as error:
+        _note("the kernels of a step", error)
         return StepLaunches([], [])
+
+
+def _note(what: str, error: Exception) -> None:
+    """Write one line to the log."""
+    text = error.code if isinstance(error, LoraRocmError) else " ".join(str(error).split())
+    sys.stderr.write(f"no process lists {what}: {type(error).__name__}: {text}\n")
 
 
 def _leave_with_parent() -> None:

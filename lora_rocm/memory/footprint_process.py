@@ -66,8 +66,8 @@ class FootprintProcess:
             with suppress(OSError, ValueError):  # it has ended
                 self._child.stdin.write(request_line(request))
                 self._child.stdin.flush()
-                self._asked = request
                 self._reader.start()
+                self._asked = request  # now another thread may join the reader
 
     def asked_for(self, request: CountRequest) -> FootprintProcess:
         """Return this process, or a new one if this one was asked for something else. This one is ended then."""

@@ -190,7 +190,9 @@ class Ledger(ReusedShapes):
             flops = self._flops.get(key)
             if flops is None:
                 inputs = {name: value for name, value in kwargs.items() if name != "out"}
-                flops = self._flops[key] = formula(*args, **inputs, out_val=result)
+                flops = formula(*args, **inputs, out_val=result)
+                if all(tensor.is_meta for tensor in _tensors_in((args, kwargs))):  # offsets of samples have values
+                    self._flops[key] = flops
             if "_attention" in func._overloadpacket.__name__:
                 self.tally.attention_flops += flops
             elif func._overloadpacket in EIGHT_BIT_PRODUCTS:

@@ -135,6 +135,19 @@ def test_a_process_that_is_ended_lists_nothing(started: Callable[[str], Footprin
     assert process.launches() is None
 
 
+def test_a_process_can_be_ended_while_another_thread_asks_it(started: Callable[[str], FootprintProcess]) -> None:
+    """A base may be refused at any moment of a start."""
+    process, begin = started(IS_SILENT), threading.Thread.start
+
+    def ended_before(thread: threading.Thread) -> None:
+        process.close()
+        begin(thread)
+
+    with mock.patch.object(threading.Thread, "start", ended_before):
+        process.ask(BF16)
+    assert process.launches() is None
+
+
 def test_nobody_has_to_read_the_launches(started: Callable[[str], FootprintProcess]) -> None:
     """They may be more than a pipe holds, and the process counts after them."""
     process = started("import sys; sys.stdin.readline(); print('x' * 2**22, flush=True)")

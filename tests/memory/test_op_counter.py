@@ -139,6 +139,21 @@ def test_an_operation_on_the_same_shapes_again_counts_as_the_first_time() -> Non
         assert ledger.live_bytes == 2 * first_bytes and ledger.tally.minus(work) == work
 
 
+def test_packed_samples_of_other_lengths_are_counted_each_time() -> None:
+    """The work of attention depends on the offsets of samples, which may be numbers and not only shapes."""
+    packed_NHD, flops = torch.ones(8, 2, 8, dtype=torch.bfloat16, device=META), list[float]()
+    for device in (torch.device("cpu"), META):
+        with Ledger(iter([packed_NHD])) as ledger:
+            for begin in (4, 1):
+                offsets = torch.tensor([0, begin, 8], dtype=torch.int32).to(device)
+                before = ledger.tally.attention_flops
+                packed = torch.ops.aten._flash_attention_forward
+                packed(packed_NHD, packed_NHD, packed_NHD, offsets, offsets, 8, 8, 0.0, False, False)
+                flops.append(ledger.tally.attention_flops - before)
+    of_halves, of_others, *at_most = flops
+    assert of_others / of_halves == (1 + 7**2) / (4**2 + 4**2) and at_most[0] == at_most[1] > of_others
+
+
 def test_numbers_on_the_processor_are_computed_each_time() -> None:
     with Ledger(iter([])):
         assert [(torch.full((2,), float(n)) + 1)[0].item() for n in range(3)] == [1, 2, 3]

@@ -18,7 +18,7 @@ from lora_rocm.kernels.backend import kernels_seen, launches, launching_on_meta 
 from lora_rocm.memory import count_child, step_launches  # noqa: E402
 from lora_rocm.memory.footprint import count, largest_of, meta_model  # noqa: E402
 from lora_rocm.memory.step_launches import launches_of_step  # noqa: E402
-from lora_rocm.processes.jobs import StepLaunches  # noqa: E402
+from lora_rocm.processes.jobs import CountJob, StepLaunches  # noqa: E402
 from lora_rocm.recipe.kinds import recipe_from  # noqa: E402
 from lora_rocm.recipe.schema import Recipe  # noqa: E402
 
@@ -72,8 +72,27 @@ def test_a_step_that_fails_lists_nothing(error: Exception, step: Step, capfd: py
     """The process still counts the memory, or has the same error there."""
     with mock.patch.object(count_child, "launches_of_step", side_effect=error):
         assert count_child._launches(*step) == StepLaunches([], [])
-    assert type(error).__name__ in capfd.readouterr().err
+    text = capfd.readouterr().err
+    assert type(error).__name__ in text and "Traceback" not in text
     assert count_child._launches(*step).launches
+
+
+def test_a_base_that_is_refused_leaves_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The process is asked before the base is checked. The check has the same error, and its traceback is enough."""
+    monkeypatch.setattr(count_child, "job_of", lambda kind: CountJob(Path("a recipe.yaml")))
+    for error, code in (
+        (ModelError("refused", "", where="", fix=""), ModelError.exit_code),
+        (RuntimeError("sizes\ndiffer"), 1),
+    ):
+        monkeypatch.setattr(count_child, "load_recipe", mock.Mock(side_effect=error))
+        assert count_child.main() == code
+        text = capsys.readouterr().err
+        assert type(error).__name__ in text and "Traceback" not in text and text.count("\n") == 1
+    monkeypatch.setattr(count_child, "load_recipe", mock.Mock(side_effect=ZeroDivisionError))
+    with pytest.raises(ZeroDivisionError):  # the control: a fault that no base causes
+        count_child.main()
 
 
 def test_kernels_are_launched_on_meta_only_where_asked() -> None:
