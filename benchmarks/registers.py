@@ -51,8 +51,11 @@ from lora_rocm.families.sdxl.family import LAYOUT as LAYOUT_SDXL  # noqa: E402
 from lora_rocm.hardware.archs import BY_GFX, triton_takes  # noqa: E402
 from lora_rocm.kernels import backend, group_norm_triton  # noqa: E402
 from lora_rocm.kernels.backend import LAUNCH  # noqa: E402
+from lora_rocm.kernels.eight_bit import CODES, INT8, TINY  # noqa: E402
+from lora_rocm.kernels.eight_bit_triton import launch_rows, launch_sums, launch_turn  # noqa: E402
 from lora_rocm.kernels.fingerprint_triton import launch_compare, launch_fingerprints, launch_renew  # noqa: E402
 from lora_rocm.kernels.quantised import quantised  # noqa: E402
+from lora_rocm.kernels.rotation import GROUPS  # noqa: E402
 from lora_rocm.kernels.token_loss import to_loss_gradient  # noqa: E402
 
 RECORDED = Path(__file__).parent / "registers"
@@ -77,6 +80,10 @@ WORD_COUNTS = ((16,) * 6, (2**30, 16), (16, 2**30, 16), (2**31, 16), (16, 2**31)
 """Sizes of the buffers of one fingerprint. Triton compiles buffers of more than 2 GiB, and more than 2**31 words, apart
 from others.
 """
+
+
+EIGHT_BIT_WIDTHS = (1024, 12288)
+"""Numbers of a row that is rounded to eight bits: one block, and several."""
 
 
 PACKED_SHAPES = ((640, 2048), (1280, 1280), (5, 8 * 72))
@@ -197,6 +204,8 @@ def launches(dtype: torch.dtype, *steps: tuple[str, int, int, int]) -> dict[str,
         for name in ("int8", "fp8", "nf4"):
             for shape in PACKED_SHAPES:
                 unpack(name, dtype, *shape)
+        for width in EIGHT_BIT_WIDTHS:
+            eight_bit(dtype, width)
     return found
 
 
@@ -274,6 +283,21 @@ def unpack(name: str, dtype: torch.dtype, outputs: int, inputs: int) -> None:
     packed = quantised(name, "").packed(layer.requires_grad_(False))
     with mock.patch.object(Tensor, "is_meta", False):
         packed.dense(dtype, "triton")
+
+
+def eight_bit(dtype: torch.dtype, width: int) -> None:
+    """The kernels around products in eight bits: rows with and without a rotation, gradients with factors, and sums."""
+    x_MN, codes_MN = (torch.empty(64, width, dtype=each, device=META) for each in (dtype, torch.int8))
+    scale_M1, factor_N1 = (torch.empty(count, 1, device=META) for count in (64, width))
+    sums_MN = torch.empty(64, width, dtype=torch.int32, device=META)
+    for code in CODES.values():
+        for group in (0, *(GROUPS if code is INT8 else ())):
+            launch_rows(x_MN, None, codes_MN, scale_M1, code.largest, TINY, group)
+        launch_rows(x_MN, factor_N1, codes_MN, scale_M1, code.largest, TINY, 0)
+    launch_sums(sums_MN, scale_M1, factor_N1, x_MN[0], x_MN, 0)
+    for group in GROUPS:
+        launch_sums(sums_MN, scale_M1, None, None, x_MN, group)
+    launch_turn(codes_MN, codes_MN.new_empty(width, 64))
 
 
 def used(launch: Launch, gfx: str) -> Used:
