@@ -2,11 +2,11 @@
 
 usage: python benchmarks/registers.py [--write] [--cards gfx1100,gfx942] [--warps 4]
 
-The launches come from training steps of SDXL and SD 1.5, and from blocks of Z-Image, FLUX.1, Anima and language
-models, forward and backward, without weights or memory. The models are on the meta device, and every launch is compiled
-with the launching code's arguments. ``--write`` records the counts of the installed Triton in
-``benchmarks/registers``; a test compares with that file. ``--warps`` only prints the counts with another number of
-warps for the kernels of large images.
+The launches come from training steps of SDXL and SD 1.5, from blocks of Z-Image, FLUX.1, Anima and language
+models, forward and backward, without weights or memory, and from products in eight bits. The models are on the meta
+device, and every launch is compiled with the launching code's arguments. ``--write`` records the counts of the
+installed Triton in ``benchmarks/registers``; a test compares with that file. ``--warps`` only prints the counts with
+another number of warps for the kernels of large images.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from torch import Tensor
 BLOCK, WARPS, PARTS = 2048, 8, 16
 SUMS, SUM_WARPS, SUM_PARTS = 1024, 4, 4
 """Numbers of a block, warps, and parts of a rotated group. A block that is rotated has one warp: its threads exchange
-numbers without memory and barriers. On an H200 this takes half to two thirds of the time.
+numbers without memory and barriers. On an H200 this takes 65 to 80 % of the time of several warps.
 """
 TILE = 32
 LAUNCH = {"enable_fp_fusion": False}
@@ -64,8 +64,8 @@ def _rotated(value, GROUP: tl.constexpr, HIGH: tl.constexpr):
 def _columns(GROUP: tl.constexpr, HIGH: tl.constexpr, BLOCK: tl.constexpr):
     """Return the columns of a block of numbers [HIGH, N, 4].
 
-    A group's numbers are split into ``HIGH`` parts, and the parts of all groups are the rows of the block. So a thread
-    has the same place of all parts, and rotates them without other threads.
+    A group's numbers are split into ``HIGH`` parts, and the parts of all groups are the rows of the block. So Triton
+    3.9 gives a thread the same place of all parts, which it rotates without other threads. Triton 3.6 does not.
     """
     part, word = tl.arange(0, HIGH)[:, None, None], tl.arange(0, BLOCK // HIGH // 4)[None, :, None]
     low = word * 4 + tl.arange(0, 4)[None, None, :]

@@ -70,7 +70,7 @@ class FootprintProcess:
                 self._asked = request  # now another thread may join the reader
 
     def asked_for(self, request: CountRequest) -> FootprintProcess:
-        """Return this process, or a new one if this one was asked for something else. This one is ended then."""
+        """Return this process. If it was asked for something else, end it and return a new one that is asked."""
         if self._asked in (None, request):
             return self
         self.close()

@@ -253,7 +253,7 @@ def _signature(value: object) -> Hashable:
 
 
 def _tensors_in(value: object) -> Iterator[Tensor]:
-    """Return the tensors among an operation's arguments or results."""
+    """Return the tensors among an operation's arguments or results. PyTorch's ``tree_leaves`` takes longer."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):

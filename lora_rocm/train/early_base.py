@@ -25,9 +25,7 @@ def read_base_early(start: StartContext, family: ModelFamily) -> Callable[[], No
     """Start to read the base, as far as main memory has room for it.
 
     Components that encode are read first, if their digests are not known: the cache of samples asks for the digests,
-    for which every byte is read, and then the components are loaded. The trained components follow when the caller
-    calls the result, if there is room for all. That is after the base's check, because threads that pack take Python's
-    lock often: with nf4 the check took 3 s longer.
+    for which every byte is read, and then the components are loaded.
 
     Without a GPU the threads would take the cores from encoding. A GPU without dedicated memory needs main
     memory for the encoders twice while they are copied. Nothing is read early if an objective compares with
@@ -35,6 +33,10 @@ def read_base_early(start: StartContext, family: ModelFamily) -> Callable[[], No
     the reading.
 
     ``family``: the files of its base were examined.
+
+    Returns:
+        A function that starts to read the trained components, if there is room for all. Call it after the base's check:
+        threads that pack take Python's lock often, and with nf4 the check took 3 s longer.
 
     Raises:
         ModelError: from configs and headers alone, as ``family.load`` does.

@@ -77,7 +77,7 @@ def train(start: StartContext, opened: OpenedDevice | None = None) -> tuple[bool
             is_checked = checkpoint is None or start.accept_changes
             if is_checked:
                 start.world.first("the base's files", family.examine)
-            compilers = until_loaded.enter_context(_helped(start))
+            compilers = until_loaded.enter_context(_begin_helpers(start))
             read_trained = read_base_early(start, family)
             if is_checked:
                 start.world.first("the base", lambda: _require_trainable(start, family))
@@ -116,7 +116,7 @@ def prepare_without_training(start: StartContext, opened: OpenedDevice | None = 
     with ExitStack() as until_loaded:
         with session.phase("cache"):
             family.examine()
-            compilers = until_loaded.enter_context(_helped(start))
+            compilers = until_loaded.enter_context(_begin_helpers(start))
             _require_trainable(start, family)
             start = _with_tested_attention(start, opened)
             data = prepare_data(start, family)
@@ -128,10 +128,10 @@ def prepare_without_training(start: StartContext, opened: OpenedDevice | None = 
                 compilers.wait_for_step(lambda: start.context.beat("load"))
 
 
-def _helped(start: StartContext) -> AbstractContextManager[KernelCompilers | None]:
-    """Let the process count, and return a context with processes that compile, if this start needs any.
+def _begin_helpers(start: StartContext) -> AbstractContextManager[KernelCompilers | None]:
+    """Let the counting process count, and return a context with processes that compile, if this start needs any.
 
-    They begin while the base is checked, but not before its files are there: a download may take hours.
+    They work while the base is checked. Call this only when its files are there: a download may take hours.
     """
     if start.counting is not None and available(start.device):  # the process sees no GPU, and counts Triton kernels
         start.counting.ask(start.count_request)
@@ -139,7 +139,7 @@ def _helped(start: StartContext) -> AbstractContextManager[KernelCompilers | Non
 
 
 def _with_tested_attention(start: StartContext, opened: OpenedDevice | None) -> StartContext:
-    """Wait for the test of attention. Where it changed the settings, the memory is counted again, for the new ones."""
+    """Wait for the test of attention. Where it changes the settings, count the memory again for them."""
     if opened is not None:
         with start.session.phase("attention"):  # a test that hangs is ended sooner than an encoder that is loaded
             start = replace(start, settings=opened.settings())
