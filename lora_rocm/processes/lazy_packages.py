@@ -9,6 +9,8 @@ An import stays in place if the ``__init__`` itself uses its name, if a name is 
 
 ``transformers`` reads all 1,600 files of its models at each import, twice, to learn which names they define. The
 resulting table is kept in the program's folder, until transformers is installed again (``model_table``).
+
+Packages that these libraries import only because they are installed are hidden, or run late (``optional_packages``).
 """
 
 from __future__ import annotations
@@ -24,6 +26,15 @@ from types import CodeType, ModuleType
 
 from lora_rocm.processes.model_table import MODULE as MODEL_TABLE
 from lora_rocm.processes.model_table import use_kept_table
+from lora_rocm.processes.optional_packages import (
+    DISTRIBUTIONS,
+    LATE,
+    WITH_CALLS,
+    CallsLoader,
+    DistributionsLoader,
+    LateLoader,
+    hide,
+)
 
 PACKAGES = (
     "peft",
@@ -39,27 +50,37 @@ POSTPONE = "__postpone__"
 
 
 def install(packages: Collection[str] = PACKAGES) -> None:
-    """Postpone the imports in these packages from now on. A package that is already imported stays as it is."""
+    """Shorten imports from now on. A package that is already imported stays as it is.
+
+    ``packages``: those in which the imports of submodules are postponed.
+    """
+    hide()
     if not any(isinstance(finder, _Finder) and finder.packages == frozenset(packages) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder(packages))
 
 
 class _Finder(MetaPathFinder):
-    """Finds the packages where Python would, and gives them a loader that postpones their imports."""
+    """Finds modules where Python would, and gives them a loader that shortens their imports."""
 
     def __init__(self, packages: Collection[str]) -> None:
         self.packages = frozenset(packages)
+        self._loaders: dict[str, type[SourceFileLoader]] = {
+            MODEL_TABLE: _TableLoader,
+            **dict.fromkeys(packages, _Loader),
+            **dict.fromkeys(WITH_CALLS, CallsLoader),
+            **dict.fromkeys(DISTRIBUTIONS, DistributionsLoader),
+            **dict.fromkeys(LATE, LateLoader),
+        }
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != MODEL_TABLE and fullname not in self.packages:
+        if fullname not in self._loaders:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is None or not isinstance(spec.loader, SourceFileLoader):
             return None
-        loader = _TableLoader if fullname == MODEL_TABLE else _Loader
-        spec.loader = loader(spec.loader.name, spec.loader.path)
+        spec.loader = self._loaders[fullname](spec.loader.name, spec.loader.path)
         return spec
 
 

@@ -65,7 +65,7 @@ import lora_rocm.train.worker
 from lora_rocm.checks.attention_routes import checked_attention
 from lora_rocm.train import pipeline
 importlib.import_module(f"lora_rocm.families.{sys.argv[1]}.family")
-modules = sorted(sys.modules)
+modules = sorted(name for name, module in sys.modules.items() if module is not None)
 from peft import LoHaConfig, PeftModel, inject_adapter_in_model
 from peft.tuners import LoraModel
 from diffusers.models.transformers import FluxTransformer2DModel

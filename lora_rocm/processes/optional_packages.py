@@ -1,0 +1,148 @@
+"""Hides packages that ``transformers``, ``diffusers``, ``peft`` and ``accelerate`` import only because they find them.
+
+Such a package may take a second to import, or fail because it was built for another torch. A run calls none of them.
+For Python a hidden package is not installed: ``import`` raises ``ModuleNotFoundError``, and ``find_spec`` returns None.
+
+Three things are postponed until somebody needs them. Modules of SciPy run when they are used (``LATE``). The
+losses of transformers' other models are imported when they are called (``WITH_CALLS``). ``diffusers`` asks at its
+import which distribution each package is from, for which Python reads the file lists of all of them (``LateMap``).
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cached_property, wraps
+from importlib import import_module
+from importlib.machinery import SourceFileLoader
+from threading import RLock
+from types import CodeType, ModuleType
+from typing import Any
+
+HIDDEN = (
+    # quantisation
+    "bitsandbytes", "torchao", "hqq", "optimum", "gptqmodel", "auto_gptq", "awq", "aqlm", "eetq", "auto_round", "sdnq",
+    "nunchaku", "modelopt", "compressed_tensors", "quark", "vptq", "fbgemm_gpu", "gguf", "neural_compressor",
+    # attention, kernels and devices; PyTorch's own attention is used, and tested
+    "xformers", "flash_attn", "flash_attn_interface", "sageattention", "flashinfer", "kernels", "causal_conv1d",
+    "mamba_ssm", "fla", "liger_kernel", "transformer_engine", "apex", "torch_npu", "torch_xla", "torch_mlu",
+    "torch_musa", "torch_neuronx", "torch_tpu", "torch_sdaa", "habana_frameworks",
+    # distribution, services and other frameworks
+    "deepspeed", "torchdistx", "boto3", "sagemaker", "tensorflow", "jax", "flax", "sklearn", "unsloth", "vllm",
+    # sound; and images, which transformers would otherwise resize by torchvision or Pillow, whichever it finds
+    "torchaudio", "soundfile", "soxr", "librosa", "torchvision",
+)  # fmt: skip
+"""Packages that no process of this program calls."""
+LATE = ("scipy.stats", "scipy.integrate")
+"""Modules that are imported at the top of files of which a run uses something else."""
+WITH_CALLS = ("transformers.loss.loss_utils",)
+"""Modules that import functions from each of their submodules, only to list them in a table."""
+DISTRIBUTIONS = ("diffusers.utils.import_utils",)
+"""Modules that ask for the distributions of all packages when they are imported."""
+ON_CALL = "__on_call__"
+"""Name in the changed source of the function that makes a stand-in."""
+
+
+def hide(packages: Collection[str] = HIDDEN) -> None:
+    """Hide these packages from now on. A package that is already imported stays as it is."""
+    for name in packages:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # Python's own sign for a missing package
+
+
+class LateLoader(SourceFileLoader):
+    """Runs a module when a name is read that it defines. ``importlib.util.LazyLoader`` runs it at its second import."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        lock, run, began = RLock(), super().exec_module, list[bool]()
+
+        def read(name: str) -> object:
+            with lock:  # other threads wait until the module has run
+                if not began:
+                    began.append(True)
+                    run(module)
+                    if vars(module).get("__getattr__") is read:  # it may define its own
+                        del module.__getattr__
+            if "__getattr__" not in vars(module) or vars(module)["__getattr__"] is not read:
+                return getattr(module, name)
+            if name not in vars(module):  # the module itself, while it runs
+                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+            return vars(module)[name]
+
+        setattr(module, "__getattr__", read)  # noqa: B010 - of a module, which mypy knows no attributes of
+
+
+class CallsLoader(SourceFileLoader):
+    """Runs a module in which functions of submodules are stand-ins that import the function when they are called."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        tree = _Standing().visit(ast.parse(self.get_data(self.path), self.path))
+        return compile(ast.fix_missing_locations(tree), self.path, "exec", dont_inherit=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        def on_call(submodule: str, name: str) -> Callable[..., Any]:
+            def stand_in(*args: Any, **kwargs: Any) -> Any:
+                found = getattr(import_module(f"{module.__name__.rpartition('.')[0]}.{submodule}"), name)
+                return found(*args, **kwargs)
+
+            stand_in.__name__ = stand_in.__qualname__ = name
+            return stand_in
+
+        setattr(module, ON_CALL, on_call)
+        super().exec_module(module)
+
+
+class _Standing(ast.NodeTransformer):
+    """Replaces ``from .submodule import name`` at the top level of a module."""
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt | list[ast.stmt]:
+        if node.level != 1 or node.module is None or any(alias.name == "*" for alias in node.names):
+            return node
+        made: list[ast.stmt] = []
+        for alias in node.names:
+            call = ast.Call(ast.Name(ON_CALL, ast.Load()), [ast.Constant(node.module), ast.Constant(alias.name)], [])
+            made.append(ast.Assign([ast.Name(alias.asname or alias.name, ast.Store())], call))
+        return [ast.copy_location(each, node) for each in made]
+
+    def _unchanged(self, node: ast.AST) -> ast.AST:
+        return node
+
+    visit_If = visit_Try = visit_With = visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _unchanged
+
+
+class LateMap(Mapping[str, list[str]]):
+    """``importlib.metadata.packages_distributions()``, which is called when something is looked up."""
+
+    def __init__(self, read: Callable[[], Mapping[str, list[str]]]) -> None:
+        self._read = read
+
+    @cached_property
+    def _found(self) -> Mapping[str, list[str]]:
+        return self._read()
+
+    def __getitem__(self, key: str) -> list[str]:
+        return self._found[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+class DistributionsLoader(SourceFileLoader):
+    """Runs a module for which the distributions of packages are looked up late."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        read = importlib.metadata.packages_distributions
+
+        @wraps(read)
+        def late() -> Mapping[str, list[str]]:
+            return LateMap(read)
+
+        importlib.metadata.packages_distributions = late
+        try:
+            super().exec_module(module)
+        finally:
+            importlib.metadata.packages_distributions = read

@@ -1,0 +1,245 @@
+"""Packages that happen to be installed neither slow a start nor break it, and what is postponed works when needed."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_rocm.processes.lazy_packages import install
+from lora_rocm.processes.optional_packages import (
+    DISTRIBUTIONS,
+    HIDDEN,
+    LATE,
+    ON_CALL,
+    WITH_CALLS,
+    LateLoader,
+    LateMap,
+    _Standing,
+)
+
+ROOT, SITE = Path(__file__).parents[2], Path(sysconfig.get_path("purelib"))
+ASKING = (
+    "transformers/utils/import_utils.py",
+    "diffusers/utils/import_utils.py",
+    "accelerate/utils/imports.py",
+    "peft/import_utils.py",
+)
+"""Files in which the libraries ask whether a package is installed."""
+ASKS = re.compile(r"""(?:is_package_available|find_spec)\(\s*["']([A-Za-z0-9_]+)["']""")
+USED = {"pynvml", "amdsmi", "sentencepiece"}
+"""Packages that torch imports itself to read sensors, and that transformers needs for some tokenizers."""
+BROKEN = """
+import os, pathlib
+with pathlib.Path(os.environ["TOUCHED"]).open("a", encoding="utf-8") as file:
+    file.write(__name__ + "\\n")
+raise RuntimeError(f"{__name__} was built for another torch")
+"""
+STARTED = """
+import importlib, json, sys
+from lora_rocm.processes import lazy_packages
+if sys.argv[2] == "installed":
+    lazy_packages.install()
+import lora_rocm.train.worker
+from lora_rocm.train import pipeline
+importlib.import_module(f"lora_rocm.families.{sys.argv[1]}.family")
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+inject_adapter_in_model(LoraConfig(target_modules=["0"]), torch.nn.Sequential(torch.nn.Linear(4, 4)))
+print(json.dumps(sorted(name for name, module in sys.modules.items() if module is not None)))
+"""
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of broken packages: each that the libraries ask for, and that is not installed here."""
+    folder = tmp_path_factory.mktemp("broken")
+    asked = {name for file in ASKING for name in ASKS.findall((SITE / file).read_text(encoding="utf-8"))}
+    assert {"scipy", "torchao", "torchvision", "torchaudio", "flash_attn", "sklearn"} <= asked
+    for name in {*asked, *HIDDEN} - USED:
+        if importlib.util.find_spec(name) is not None:
+            continue
+        (folder / name).mkdir()
+        whole = "" if name == "scipy" else BROKEN  # SciPy imports its modules when they are asked for
+        (folder / name / "__init__.py").write_text(whole, encoding="utf-8")
+        metadata = folder / f"{name}-99.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 99.0\n", encoding="utf-8")
+        (metadata / "top_level.txt").write_text(name, encoding="utf-8")
+    for name in LATE:
+        if (folder / name.split(".")[0]).is_dir():
+            folder.joinpath(*name.split(".")).with_suffix(".py").write_text(BROKEN, encoding="utf-8")
+    return folder
+
+
+def started(family: str, how: str, broken: Path, tmp_path: Path) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """A process after the imports of a worker of this family, and the broken packages that ran."""
+    touched = tmp_path / "touched.txt"
+    env = {**os.environ, "LORA_ROCM_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(broken)}
+    done = subprocess.run(
+        [sys.executable, "-c", STARTED, family, how],
+        cwd=ROOT,
+        env={**env, "TOUCHED": str(touched)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    return done, touched.read_text(encoding="utf-8").split() if touched.exists() else []
+
+
+@pytest.mark.parametrize("family", ["sdxl", pytest.param("causal_lm", marks=pytest.mark.slow)])
+def test_a_broken_package_that_no_run_uses_is_not_imported(family: str, broken: Path, tmp_path: Path) -> None:
+    done, touched = started(family, "installed", broken, tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert touched == []
+    assert "peft.tuners.lora" in json.loads(done.stdout.splitlines()[-1])
+
+
+def test_without_it_such_a_package_ends_the_start(broken: Path, tmp_path: Path) -> None:
+    done, touched = started("causal_lm", "plain", broken, tmp_path)
+    assert done.returncode != 0 and touched
+
+
+def test_a_hidden_package_is_missing_as_if_it_were_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = list(sys.meta_path)
+    hidden = {name for name in HIDDEN if name not in sys.modules}
+    try:
+        install()
+        assert hidden
+        for name in hidden:
+            assert importlib.util.find_spec(name) is None
+            with pytest.raises(ModuleNotFoundError):
+                importlib.import_module(name)
+    finally:
+        sys.meta_path[:] = kept
+        for name in hidden:
+            sys.modules.pop(name, None)
+
+
+def test_a_package_that_was_imported_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = type(sys)("torchao")
+    monkeypatch.setitem(sys.modules, "torchao", module)
+    kept, before = list(sys.meta_path), set(sys.modules)
+    try:
+        install()
+        assert sys.modules["torchao"] is module
+    finally:
+        sys.meta_path[:] = kept
+        for name in set(sys.modules) - before:
+            del sys.modules[name]
+
+
+def test_a_late_module_runs_once_when_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if several threads use it first, and if it asks for its own names while it runs."""
+    file = tmp_path / "late_one.py"
+    file.write_text(
+        "import sys, time\nruns = globals().get('runs', 0) + 1\ntime.sleep(0.2)\n"
+        "early = hasattr(sys.modules[__name__], 'number')\nnumber = 7\n",
+        encoding="utf-8",
+    )
+    loader = LateLoader("late_one", str(file))
+    spec = importlib.util.spec_from_loader("late_one", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "late_one", module)
+    loader.exec_module(module)
+    assert module.__spec__ is spec and importlib.import_module("late_one") is module and "number" not in vars(module)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda _: module.number, range(4))) == [7] * 4
+    assert module.runs == 1 and module.early is False
+    with pytest.raises(AttributeError):
+        _ = module.missing
+
+
+def test_a_late_module_that_fails_says_so(tmp_path: Path) -> None:
+    (tmp_path / "late_two.py").write_text("raise ValueError('broken')", encoding="utf-8")
+    module = type(sys)("late_two")
+    LateLoader("late_two", str(tmp_path / "late_two.py")).exec_module(module)
+    with pytest.raises(ValueError, match="broken"):
+        _ = module.anything
+
+
+CALLED = """
+import importlib, json, sys
+from lora_rocm.processes import lazy_packages
+if sys.argv[1] == "installed":
+    lazy_packages.install()
+import torch
+from transformers.loss import loss_utils
+listed = {name: function.__name__ for name, function in loss_utils.LOSS_MAPPING.items()}
+before = "transformers.loss.loss_ctc" in sys.modules
+logits, labels = torch.arange(12.0).view(1, 4, 3), torch.tensor([[0, 2, 1, -100]])
+loss = loss_utils.LOSS_MAPPING["ForCausalLM"](logits, labels, vocab_size=3)
+config = type("Config", (), {"pad_token_id": 0, "ctc_loss_reduction": "sum", "ctc_zero_infinity": False})
+try:
+    ctc = float(loss_utils.LOSS_MAPPING["ForCTC"](
+        logits.log_softmax(-1), torch.tensor([[1, 2]]), torch.tensor([4]), config))
+except TypeError:
+    ctc = "refused"
+from diffusers.utils import import_utils
+map = import_utils._package_map
+print(json.dumps([listed, float(loss), ctc, sorted(map.get("safetensors") or []), len(map) > 20, before]))
+"""
+
+
+@pytest.mark.slow
+def test_what_is_postponed_gives_the_same_when_it_is_needed(tmp_path: Path) -> None:
+    answers: list[list[Any]] = []
+    for how in ("plain", "installed"):
+        env = {**os.environ, "LORA_ROCM_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(
+            [sys.executable, "-c", CALLED, how], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        answers.append(json.loads(done.stdout.splitlines()[-1]))
+    plain, late = answers
+    assert plain[:5] == late[:5] and plain[3] == ["safetensors"] and plain[4]
+    assert (plain[5], late[5]) == (True, False), "the losses of other models are imported when they are called"
+
+
+def test_the_modules_still_have_such_imports() -> None:
+    for name in WITH_CALLS:
+        tree = ast.parse(SITE.joinpath(*name.split(".")).with_suffix(".py").read_text(encoding="utf-8"))
+        made = ast.unparse(_Standing().visit(tree))
+        stand_ins = re.findall(rf"^(\w+) = {ON_CALL}\('(\w+)', '(\w+)'\)$", made, re.MULTILINE)
+        assert len(stand_ins) > 5
+        for shown, submodule, function in stand_ins:
+            file = SITE.joinpath(*name.split(".")[:-1], f"{submodule}.py")
+            defined = [node.name for node in ast.parse(file.read_text("utf-8")).body if type(node) is ast.FunctionDef]
+            assert shown == function and function in defined, "only a function may have a stand-in"
+    for name in DISTRIBUTIONS:
+        assert "packages_distributions()" in SITE.joinpath(*name.split(".")).with_suffix(".py").read_text("utf-8")
+
+
+def test_distributions_are_looked_up_once_and_late() -> None:
+    calls = list[int]()
+
+    def read() -> Mapping[str, list[str]]:
+        calls.append(1)
+        return importlib.metadata.packages_distributions()
+
+    late: Mapping[str, list[str]] = LateMap(read)
+    assert not calls
+    assert late["torch"] == ["torch"] and "torch" in late and "no-such" not in late and late.get("no-such") is None
+    assert set(late) == set(importlib.metadata.packages_distributions()) and len(late) == len(list(iter(late)))
+    assert calls == [1]
+
+
+@pytest.fixture(autouse=True)
+def _unchanged() -> Iterator[None]:
+    before = importlib.metadata.packages_distributions
+    yield
+    assert importlib.metadata.packages_distributions is before
