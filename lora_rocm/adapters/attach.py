@@ -18,6 +18,7 @@ from lora_rocm.adapters.lora_files.lora_reader import read_adapter, read_for_mod
 from lora_rocm.adapters.lora_files.start_file import check_start
 from lora_rocm.adapters.registry import kind_for, kind_of_file
 from lora_rocm.adapters.targets import either, sections_of, targets
+from lora_rocm.base_models.meta_components import WithoutValues
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.kernels.weight_format import dense_shape
 from lora_rocm.recipe.adapter_sections import AdapterSection, LoraSection
@@ -106,7 +107,7 @@ def inject_on_meta(family: ModelFamily, model: LoadedModel, lora: AdapterSection
     Raises:
         AdapterError: the targets match nothing.
     """
-    with torch.device("meta"):
+    with torch.device("meta"), WithoutValues():
         return _with_layers(family, model, lora)
 
 

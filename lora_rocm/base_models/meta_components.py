@@ -20,11 +20,35 @@ from lora_rocm.foundation.quiet import Quiet
 Finish = Callable[[nn.Module], None] | None
 """A function that changes a component after its class built it, or None."""
 FACTORIES = frozenset((torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn))
+FILLING = frozenset((torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.fill_, torch.Tensor.zero_))
+INITIALISING = ("torch.nn.init", "transformers.initialization")
+"""Modules of functions that give a tensor initial values, and return it. The second replaces those of the first."""
 ZERO_ELEMENTS = Quiet(begins="Initializing zero-element tensors")
 LARGE = 1 << 27  # elements: half a gigabyte of float32
 
 
-class LargeOnMeta(TorchFunctionMode):
+class WithoutValues(TorchFunctionMode):
+    """Within this context, functions that draw or fill initial values leave meta tensors alone, which have no values.
+
+    PyTorch would decompose each call into operators in Python: half of the time in which a component is built.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],  # untyped: PyTorch's protocol
+        types: Iterable[type],
+        args: Sequence[Any] = (),  # untyped: PyTorch's protocol
+        kwargs: Any = None,  # untyped: PyTorch's protocol
+    ) -> Any:  # untyped: PyTorch's protocol
+        kwargs = kwargs or {}
+        if func in FILLING or getattr(func, "__module__", None) in INITIALISING:
+            filled = args[0] if args else kwargs.get("tensor")
+            if isinstance(filled, torch.Tensor) and filled.is_meta:
+                return filled
+        return func(*args, **kwargs)
+
+
+class LargeOnMeta(WithoutValues):
     """Within this context, new tensors of more than ``LARGE`` elements are created on the meta device.
 
     ``init_empty_weights`` is not enough: it allocates each parameter before it removes the data. So a parameter of
@@ -40,7 +64,7 @@ class LargeOnMeta(TorchFunctionMode):
             hollow = func(*args, **{**kwargs, "device": "meta"})
             if hollow.numel() > LARGE:
                 return hollow
-        return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _of_diffusers(cls: type) -> bool:

@@ -19,7 +19,6 @@ from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from threading import RLock
 from types import CodeType, ModuleType
-from typing import Any
 
 HIDDEN = (
     # quantisation
@@ -48,7 +47,7 @@ ON_CALL = "__on_call__"
 def hide(packages: Collection[str] = HIDDEN) -> None:
     """Hide these packages from now on. A package that is already imported stays as it is."""
     for name in packages:
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # Python's own sign for a missing package
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # untyped: Python's sign for a missing package
 
 
 class LateLoader(SourceFileLoader):
@@ -81,9 +80,11 @@ class CallsLoader(SourceFileLoader):
         return compile(ast.fix_missing_locations(tree), self.path, "exec", dont_inherit=True)
 
     def exec_module(self, module: ModuleType) -> None:
-        def on_call(submodule: str, name: str) -> Callable[..., Any]:
-            def stand_in(*args: Any, **kwargs: Any) -> Any:
-                found = getattr(import_module(f"{module.__name__.rpartition('.')[0]}.{submodule}"), name)
+        def on_call(submodule: str, name: str) -> Callable[..., object]:
+            def stand_in(*args: object, **kwargs: object) -> object:
+                found: Callable[..., object] = getattr(
+                    import_module(f"{module.__name__.rpartition('.')[0]}.{submodule}"), name
+                )
                 return found(*args, **kwargs)
 
             stand_in.__name__ = stand_in.__qualname__ = name

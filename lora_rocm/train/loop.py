@@ -242,6 +242,7 @@ class Trainer:
             MachineError: memory ran out, and nothing is left to reduce.
         """
         pending: Pending | None = None
+        is_first = True
         self._max_train_steps = max_train_steps
         batches = self.open_batches(self.position.iteration)
         self._settled_at = time.perf_counter()
@@ -257,9 +258,11 @@ class Trainer:
             if self._stopping:  # set by the verdict that was just read
                 self.optimizer.drop_gradients()
                 return False
-            # Queue the update; read its verdict now if a hook, a stop or the end depends on it
+            # Queue the update; read its verdict now if a hook, a stop or the end depends on it. The first is reported
+            # before the second, which takes longest: it is captured.
             pending = self._update(work)
             now = pending.lost or (pending.stop and self.world.size == 1)  # several ranks have to agree on it first
+            now, is_first = now or is_first, False
             due = [hook for hook in self.hooks if hook.due(self.position.updates + 1)]
             if now or due or self.position.updates + 1 >= max_train_steps:
                 outcome, pending = self._settle(pending), None

@@ -10,9 +10,10 @@ import pytest
 
 from lora_rocm.errors import ModelError
 from lora_rocm.families.common.clip import load_tokenizer as load_clip
-from lora_rocm.families.common.tokenizers import load_tokenizer
+from lora_rocm.families.common.tokenizers import Limited, load_tokenizer, shared_tokenizer
 from tests.tiny_llm import write_tiny_llm
 
+ROOT = Path(__file__).parents[2]
 OF_LIBRARIES = re.compile(
     r"'\w+' object|codec|NoneType|Error|Exception|argument after|untagged|ModelWrapper|[a-z_]+\.[A-Z]"
 )
@@ -65,3 +66,46 @@ def test_an_error_of_a_library_is_recognised() -> None:
     """The control: a message that was recorded once."""
     for said in ("'NoneType' object has no attribute 'pop'", "transformers.PreTrainedConfig() argument after **"):
         assert OF_LIBRARIES.search(said)
+
+
+@pytest.mark.parametrize("changed", ["tokenizer_config.json", "additional_chat_templates/x.jinja"])
+def test_a_tokenizer_is_loaded_again_only_if_one_of_its_files_changes(
+    model: Path, tmp_path: Path, changed: str
+) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    (folder / changed).parent.mkdir(exist_ok=True)
+    first = shared_tokenizer(load_tokenizer, folder)
+    assert shared_tokenizer(load_tokenizer, folder) is first
+    (folder / changed).write_text((folder / "tokenizer_config.json").read_text("utf-8") + "\n", encoding="utf-8")
+    assert shared_tokenizer(load_tokenizer, folder) is not first
+
+
+def test_a_folder_that_cannot_be_listed_is_explained_by_loading_it(tmp_path: Path) -> None:
+    with pytest.raises(ModelError) as caught:
+        shared_tokenizer(load_tokenizer, tmp_path / "missing")
+    assert caught.value.code == "tokenizer-unreadable"
+
+
+def test_tokenizers_with_other_limits_are_other_objects(model: Path) -> None:
+    short, long = Limited(3), Limited(9)
+    both = [shared_tokenizer(load, model) for load in (short, long)]
+    assert [tokenizer.model_max_length for tokenizer in both] == [3, 9]
+    assert shared_tokenizer(Limited(3), model) is both[0]
+
+
+SETS = re.compile(r"tokenizer\.(?:\w+ = |add_|set_)")
+
+
+def test_nobody_changes_a_shared_tokenizer() -> None:
+    """Only what loads one may: other families and other recipes in the same process use the same object."""
+    found = [
+        f"{path.parent.name}/{path.name}: {line.strip()}"
+        for path in (ROOT / "lora_rocm").rglob("*.py")
+        for line in path.read_text("utf-8").splitlines()
+        if SETS.search(line)
+    ]
+    assert sorted(found) == [
+        "causal_lm/chat.py: tokenizer.encode_special_tokens = True",  # a copy
+        'common/clip.py: tokenizer.add_tokens([AddedToken(mark, normalized=True) for mark in "".join(marks.values())])',
+        "common/tokenizers.py: tokenizer.model_max_length = self.tokens",
+    ]

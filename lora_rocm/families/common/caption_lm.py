@@ -13,7 +13,15 @@ from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, Pad, TensorSpec
 from lora_rocm.device.placement.base import Placement
 from lora_rocm.families.base import Tensors
 from lora_rocm.families.common.caption_encoder import CaptionEncoder, EncodeCaption
-from lora_rocm.families.common.tokenizers import digest, load_tokenizer, require_rows, token_ids, tokenizer_identity
+from lora_rocm.families.common.tokenizers import (
+    LoadTokenizer,
+    digest,
+    load_tokenizer,
+    require_rows,
+    shared_tokenizer,
+    token_ids,
+    tokenizer_identity,
+)
 from lora_rocm.kernels.weight_format import WeightFormat
 
 ENCODING_VERSION = 1  # increase it if the same weights would give other tensors
@@ -97,12 +105,22 @@ def zeros(rows: int, tokens: int, width: int) -> Tensors:
     return {STATES: torch.zeros(rows, tokens, width, dtype=torch.bfloat16), **masks}
 
 
-def tokenizer_of(source: BaseSource, name: str, spare_unwritten: bool = False) -> Any:
-    """Load a tokenizer of a base, and check that the model knows its ids. ``spare_unwritten``: see ``require_rows``.
+def tokenizer_of(
+    source: BaseSource, name: str, spare_unwritten: bool = False, load: LoadTokenizer = load_tokenizer
+) -> Any:
+    """Load a tokenizer of a base, and check that the model knows its ids.
+
+    Callers with the same ``load`` share the tokenizer (``shared_tokenizer``).
+
+    Args:
+        source: the base.
+        name: the tokenizer's name in it.
+        spare_unwritten: see ``require_rows``.
+        load: loads the tokenizer from its folder.
 
     Raises:
         ModelError: tokenizer-missing, tokenizer-unreadable, tokenizer-unfit, custom-code.
     """
-    tokenizer = load_tokenizer(source.tokenizer_path(name))
+    tokenizer = shared_tokenizer(load, source.tokenizer_path(name))
     require_rows(tokenizer, source, name, spare_unwritten)
     return tokenizer

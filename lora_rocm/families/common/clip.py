@@ -22,7 +22,14 @@ from lora_rocm.device.placement.base import Placement
 from lora_rocm.errors import UserError
 from lora_rocm.families.base import Tensors
 from lora_rocm.families.common.caption_encoder import CaptionEncoder, EncodeCaption
-from lora_rocm.families.common.tokenizers import Explained, digest, require_rows, tokenizer_identity, unreadable
+from lora_rocm.families.common.tokenizers import (
+    Explained,
+    digest,
+    require_rows,
+    shared_tokenizer,
+    tokenizer_identity,
+    unreadable,
+)
 from lora_rocm.families.common.vae import ENCODING_VERSION
 from lora_rocm.recipe.adapter_sections import NewToken, normalised
 
@@ -39,11 +46,14 @@ FIRST_MARK = 0x100000  # private use: no caption has it
 def tokenizer_of(source: BaseSource, name: str, new_tokens: Sequence[NewToken] = ()) -> CLIPTokenizer:
     """Load a CLIP tokenizer of a base, check that the text encoder knows its ids, and add new tokens to it.
 
+    Callers without new tokens share the tokenizer (``shared_tokenizer``).
+
     Raises:
         ModelError: tokenizer-missing, tokenizer-unreadable, tokenizer-unfit.
         UserError: token-known.
     """
-    tokenizer = load_tokenizer(source.tokenizer_path(name))
+    path = source.tokenizer_path(name)
+    tokenizer: CLIPTokenizer = load_tokenizer(path) if new_tokens else shared_tokenizer(load_tokenizer, path)
     require_rows(tokenizer, source, name)
     if new_tokens:
         _add(tokenizer, new_tokens)

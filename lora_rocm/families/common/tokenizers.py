@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from transformers import AutoTokenizer, CLIPTextConfig, CLIPTextModel, CLIPTextM
 from lora_rocm.base_models.loading import BaseSource
 from lora_rocm.dataset.captions.caption_length import TokenLimit
 from lora_rocm.errors import ModelError
+from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.model_files.config_file import NAMES, json_fault, read_config
@@ -30,6 +33,11 @@ READ_AS_JSON = (
     "config.json",
 )
 """Files that libraries read to load a tokenizer. Each contains a JSON object."""
+
+
+Tokenizer = Any  # untyped: transformers' classes share no typed interface
+LoadTokenizer = Callable[[Path], Tokenizer]
+"""Loads the tokenizer of a folder."""
 
 
 class Explained:
@@ -212,6 +220,36 @@ def load_tokenizer(folder: Path) -> Any:
             fix="Use a tokenizer of a class that is part of transformers.",
         ) from error
     return tokenizer
+
+
+@dataclass(frozen=True)
+class Limited:
+    """Loads a tokenizer that truncates and pads to this number of tokens."""
+
+    tokens: int
+
+    def __call__(self, folder: Path) -> Tokenizer:
+        tokenizer = load_tokenizer(folder)
+        tokenizer.model_max_length = self.tokens
+        return tokenizer
+
+
+def shared_tokenizer(load: LoadTokenizer, folder: Path) -> Tokenizer:
+    """Return the tokenizer of a folder, which is loaded once while its files stay the same.
+
+    A start needs each tokenizer three times: to count tokens, to check the base, and to encode. All share the object,
+    so they must not change it.
+    """
+    try:
+        files = tuple(FileVersion.of(path) for path in sorted(folder.rglob("*")) if path.is_file())
+    except OSError:  # loading explains it
+        return load(folder)
+    return _loaded(load, folder, files)
+
+
+@lru_cache(maxsize=8)
+def _loaded(load: LoadTokenizer, folder: Path, files: tuple[FileVersion, ...]) -> Tokenizer:
+    return load(folder)
 
 
 def token_ids(tokenizer: Any, text: str) -> Tensor:

@@ -19,7 +19,7 @@ from lora_rocm.device.placement.base import Placement
 from lora_rocm.families.base import Tensors
 from lora_rocm.families.common import caption_lm, clip
 from lora_rocm.families.common.caption_encoder import CaptionEncoder, EncodeCaption
-from lora_rocm.families.common.tokenizers import digest, tokenizer_identity
+from lora_rocm.families.common.tokenizers import Limited, digest, tokenizer_identity
 from lora_rocm.families.common.vae import CPU
 from lora_rocm.kernels.weight_format import WeightFormat
 from lora_rocm.model_files.config_file import Config
@@ -106,9 +106,7 @@ class TextEncoder(CaptionEncoder):
         Raises:
             ModelError: the tokenizer is missing or cannot be read.
         """
-        tokenizer = caption_lm.tokenizer_of(self._source, self._part.tokenizer)
-        tokenizer.model_max_length = self._part.tokens
-        return tokenizer
+        return caption_lm.tokenizer_of(self._source, self._part.tokenizer, load=Limited(self._part.tokens))
 
     def opened(self, placement: Placement) -> EncodeCaption:
         tokenizer, part = self.tokenizer(), self._part
