@@ -22,7 +22,7 @@ Finish = Callable[[nn.Module], None] | None
 FACTORIES = frozenset((torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn))
 FILLING = frozenset((torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.fill_, torch.Tensor.zero_))
 INITIALISING = ("torch.nn.init", "transformers.initialization")
-"""Modules of functions that give a tensor initial values, and return it. The second replaces those of the first."""
+"""Modules of functions that give a tensor initial values, and return it. The second replaces the first's functions."""
 ZERO_ELEMENTS = Quiet(begins="Initializing zero-element tensors")
 LARGE = 1 << 27  # elements: half a gigabyte of float32
 

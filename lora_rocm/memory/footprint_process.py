@@ -84,6 +84,11 @@ class FootprintProcess:
             self._reader.join()
         return self._launches
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether the process was asked, and has not ended."""
+        return self._asked is not None and self._child is not None and self._child.poll() is None
+
     def wait(self, beat: Callable[[], None]) -> None:
         """Wait until the process has counted, or has ended; at most ``LIMIT_S``. Do not wait if it was not asked.
 

@@ -41,7 +41,7 @@ WITH_CALLS = ("transformers.loss.loss_utils",)
 DISTRIBUTIONS = ("diffusers.utils.import_utils",)
 """Modules that ask for the distributions of all packages when they are imported."""
 ON_CALL = "__on_call__"
-"""Name in the changed source of the function that makes a stand-in."""
+"""Name in the changed source of the function that makes a replacement."""
 
 
 def hide(packages: Collection[str] = HIDDEN) -> None:
@@ -73,7 +73,7 @@ class LateLoader(SourceFileLoader):
 
 
 class CallsLoader(SourceFileLoader):
-    """Runs a module in which functions of submodules are stand-ins that import the function when they are called."""
+    """Runs a module in which functions of submodules are replacements that import the function when they are called."""
 
     def get_code(self, fullname: str) -> CodeType:
         tree = _Standing().visit(ast.parse(self.get_data(self.path), self.path))
@@ -81,14 +81,14 @@ class CallsLoader(SourceFileLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         def on_call(submodule: str, name: str) -> Callable[..., object]:
-            def stand_in(*args: object, **kwargs: object) -> object:
+            def replacement(*args: object, **kwargs: object) -> object:
                 found: Callable[..., object] = getattr(
                     import_module(f"{module.__name__.rpartition('.')[0]}.{submodule}"), name
                 )
                 return found(*args, **kwargs)
 
-            stand_in.__name__ = stand_in.__qualname__ = name
-            return stand_in
+            replacement.__name__ = replacement.__qualname__ = name
+            return replacement
 
         setattr(module, ON_CALL, on_call)
         super().exec_module(module)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -50,41 +51,48 @@ class HoldsCodes(Protocol):
         ...
 
 
-def choose_memory(start: StartContext, family: ModelFamily, shapes: Collection[SampleShape]) -> MemoryManager:
-    """Choose the memory plan for the largest of these shapes. Blocks are recomputed with the run's attention."""
+@dataclass(frozen=True)
+class ReadModel:
+    """A base with its adapters in main memory."""
+
+    model: LoadedModel
+    adapter: Adapter
+    training_adapter: TrainingAdapter
+
+
+def choose_memory(
+    start: StartContext,
+    family: ModelFamily,
+    shapes: Collection[SampleShape],
+    meanwhile: Callable[[], object] = lambda: None,
+) -> MemoryManager:
+    """Choose the memory plan for the largest of these shapes. Blocks are recomputed with the run's attention.
+
+    ``meanwhile``: called if a process is still counting the memory of a step.
+    """
     LimitFollower(start.device, start.settings).renew()  # encoding may have taken hours
     largest = max(shapes, key=lambda shape: shape.order)
     how = (start.recipe, family, start.device, start.dtype, start.settings)
     with start.context.part("plan"):
-        memory = decide(*how, largest, start.context, len(shapes), wait=partial(_wait_for_count, start, largest))
+        memory = decide(
+            *how, largest, start.context, len(shapes), wait=partial(_wait_for_count, start, largest, meanwhile)
+        )
     memory.again = training_context(start.settings.attention)
     return memory
 
 
-def _wait_for_count(start: StartContext, largest: SampleShape) -> None:
+def _wait_for_count(start: StartContext, largest: SampleShape, meanwhile: Callable[[], object]) -> None:
     if start.counting is not None and largest == largest_of(start.recipe):
+        if start.counting.is_busy:
+            meanwhile()
         start.counting.wait(lambda: start.context.beat("load"))
 
 
-def load_model(
-    start: StartContext,
-    family: ModelFamily,
-    transfer: DeviceTransfer,
-    memory: MemoryManager,
-    compilers: KernelCompilers | None = None,
-) -> tuple[LoadedModel, Adapter, TrainingAdapter, KernelChoice]:
-    """Load the base and attach the adapters on the CPU, then send the model to the device.
-
-    ``compilers``: processes that compile kernels while weights are read. The comparison is before the device is full.
-
-    Returns the model, its adapter, its training adapter, and the implementation of its kernels.
-    """
+def read_model(start: StartContext, family: ModelFamily) -> ReadModel:
+    """Load the base and attach the adapters, all in main memory."""
     recipe = start.recipe
     if recipe.model.compute != "bf16":
         eight_bit_library.require(recipe.model.compute, start.device)
-    compiled = compilation.how_asked(recipe.runtime.compile, start.device) is not None  # from the unfused modules
-    if compilers is not None and memory.kernels is not None:
-        compilers.add(unproven_cases(memory.kernels, start.dtype))
     with start.context.part("weights"):
         model = family.load(start.dtype, torch.device("cpu"))
     resumed = start.checkpoint is not None
@@ -96,6 +104,34 @@ def load_model(
             kohya_tensors(family, adapter, start.dtype, SD_SCRIPTS)
     training_adapter = attach_training_adapter(family, model, recipe.model.training_adapter, start.context.notice)
     adapter.cast_inputs(False)
+    return ReadModel(model, adapter, training_adapter)
+
+
+def load_model(
+    start: StartContext,
+    family: ModelFamily,
+    transfer: DeviceTransfer,
+    memory: MemoryManager,
+    compilers: KernelCompilers | None = None,
+    read: Callable[[], ReadModel] | None = None,
+) -> tuple[LoadedModel, Adapter, TrainingAdapter, KernelChoice]:
+    """Read the base and attach the adapters, then send the model to the device.
+
+    Args:
+        start: the start.
+        family: the family of its base.
+        transfer: sends to the device.
+        memory: the memory plan.
+        compilers: processes that compile kernels while weights are read. The comparison is before the device is full.
+        read: returns the model in main memory; ``read_model`` if None.
+
+    Returns the model, its adapter, its training adapter, and the implementation of its kernels.
+    """
+    compiled = compilation.how_asked(start.recipe.runtime.compile, start.device) is not None  # from the unfused modules
+    if compilers is not None and memory.kernels is not None:
+        compilers.add(unproven_cases(memory.kernels, start.dtype))
+    found = read_model(start, family) if read is None else read()
+    model, adapter, training_adapter = found.model, found.adapter, found.training_adapter
     adapter.read = transfer.receive
     with start.context.part("kernels"):
         choice = choose_kernels(start, memory, compilers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -44,7 +44,7 @@ from lora_rocm.train.early_base import keep_trained, read_base_early
 from lora_rocm.train.guard import CacheGuard, Guard
 from lora_rocm.train.hooks import TensorBoard, Validation
 from lora_rocm.train.input_start import start_from_inputs
-from lora_rocm.train.load_model import choose_kernels, choose_memory, compilers_of, kernels_fact, load_model
+from lora_rocm.train.load_model import choose_kernels, choose_memory, compilers_of, kernels_fact, load_model, read_model
 from lora_rocm.train.lost_images import DataOfCheckpoint, data_of_checkpoint
 from lora_rocm.train.opened_device import OpenedDevice
 from lora_rocm.train.start_encoder import start_encoders
@@ -218,8 +218,9 @@ def load(
     session, recipe, checkpoint = start.session, start.recipe, start.checkpoint
     # Model, adapter and optimizer
     transfer = transfer_of(start)
-    memory = choose_memory(start, family, data.prepared.facts.bucket_counts)
-    model, adapter, training_adapter, kernels = load_model(start, family, transfer, memory, compilers)
+    read = cache(partial(read_model, start, family))
+    memory = choose_memory(start, family, data.prepared.facts.bucket_counts, meanwhile=read)
+    model, adapter, training_adapter, kernels = load_model(start, family, transfer, memory, compilers, read)
     if checkpoint is None and (text := recipe.lora.unstarted_text(adapter.unstarted(recipe.lora))):
         start.context.notice(text)
     start_from_inputs(start, family, model, adapter, transfer, data, memory.parts)

@@ -207,27 +207,30 @@ def test_the_process_starts_only_where_it_saves_time(tmp_path: Path, monkeypatch
 class Recorded:
     """Replaces the process. It records the calls."""
 
-    def __init__(self) -> None:
-        self.calls = list[str]()
+    def __init__(self, is_busy: bool = True) -> None:
+        self.calls, self.is_busy = list[str](), is_busy
 
     def wait(self, beat: Callable[[], None]) -> None:
         self.calls.append("wait")
 
 
-@pytest.mark.parametrize(("tokens", "calls"), [(64, ["wait"]), (32, [])])
-def test_loading_waits_only_for_its_own_shape(
-    recipe: Recipe, tokens: int, calls: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("tokens", "is_busy", "calls"), [(64, True, ["read", "wait"]), (64, False, ["wait"]), (32, True, [])]
+)
+def test_loading_waits_only_for_its_own_shape_and_reads_the_base_meanwhile(
+    recipe: Recipe, tokens: int, is_busy: bool, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = SampleShape.of(tokens=tokens)
     assert (shape == largest_of(recipe)) == (tokens == 64)
-    process, context = Recorded(), mock.MagicMock()
+    process, context = Recorded(is_busy), mock.MagicMock()
     start: Any = SimpleNamespace(
         recipe=recipe, device=torch.device("cpu"), dtype=torch.bfloat16, settings=Settings(), context=context,
         counting=process,
     )  # fmt: skip
     decides = lambda *_, wait: (wait(), process.calls.append("decide"), mock.MagicMock())[-1]  # noqa: E731
     monkeypatch.setattr(load_model, "decide", decides)
-    load_model.choose_memory(cast(StartContext, start), family_for(recipe), [shape])
+    read = lambda: process.calls.append("read")  # noqa: E731
+    load_model.choose_memory(cast(StartContext, start), family_for(recipe), [shape], meanwhile=read)
     assert process.calls == [*calls, "decide"]
 
 

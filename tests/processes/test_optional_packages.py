@@ -1,4 +1,4 @@
-"""Packages that happen to be installed neither slow a start nor break it, and what is postponed works when needed."""
+"""Packages that happen to be installed neither slow a start nor break it, and postponed imports work when needed."""
 
 from __future__ import annotations
 
@@ -214,12 +214,12 @@ def test_the_modules_still_have_such_imports() -> None:
     for name in WITH_CALLS:
         tree = ast.parse(SITE.joinpath(*name.split(".")).with_suffix(".py").read_text(encoding="utf-8"))
         made = ast.unparse(_Standing().visit(tree))
-        stand_ins = re.findall(rf"^(\w+) = {ON_CALL}\('(\w+)', '(\w+)'\)$", made, re.MULTILINE)
-        assert len(stand_ins) > 5
-        for shown, submodule, function in stand_ins:
+        replaced = re.findall(rf"^(\w+) = {ON_CALL}\('(\w+)', '(\w+)'\)$", made, re.MULTILINE)
+        assert len(replaced) > 5
+        for shown, submodule, function in replaced:
             file = SITE.joinpath(*name.split(".")[:-1], f"{submodule}.py")
             defined = [node.name for node in ast.parse(file.read_text("utf-8")).body if type(node) is ast.FunctionDef]
-            assert shown == function and function in defined, "only a function may have a stand-in"
+            assert shown == function and function in defined, "only a function may have a replacement"
     for name in DISTRIBUTIONS:
         assert "packages_distributions()" in SITE.joinpath(*name.split(".")).with_suffix(".py").read_text("utf-8")
 

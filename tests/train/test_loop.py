@@ -176,6 +176,21 @@ def test_it_learns() -> None:
     assert [event["updates"] for event in rig.of_type("step")] == list(range(1, 81))
 
 
+def test_the_first_step_is_reported_before_the_second_begins() -> None:
+    """The second pass is captured, which takes a second. Later a step is reported while the next one computes."""
+    rig, passes, at_report = Rig(), list[int](), list[int]()
+    run, emit = rig.trainer.engine.run, rig.emit
+    rig.trainer.engine.run = lambda *given: (passes.append(1), run(*given))[1]  # type: ignore[method-assign]
+
+    def reported(event: Event) -> None:
+        at_report.append(len(passes))
+        emit(event)
+
+    rig.trainer.context = replace(rig.trainer.context, emit=reported)
+    rig.fit(4)
+    assert at_report == [1, 3, 4, 4]
+
+
 def test_the_epoch_of_an_update_is_how_many_are_finished() -> None:
     """1.0 after the last update of the first epoch, not 2. The number of iterations counts: a skipped batch is used."""
     rig = Rig()
