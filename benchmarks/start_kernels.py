@@ -73,7 +73,7 @@ def measure(root: Path, name: str, target: Sequence[str], processes: int | None)
     from lora_rocm.hardware.settings import Settings
     from lora_rocm.memory import footprint_process
     from lora_rocm.memory.footprint_process import FootprintProcess
-    from lora_rocm.processes.jobs import CompileTarget, CountRequest
+    from lora_rocm.processes.start_jobs import CompileTarget, CountRequest
 
     kernel_processes.STEP_LIMIT_S = footprint_process.LIMIT_S = LIMIT_S
     backend, arch, warp_size = target

@@ -27,7 +27,8 @@ from lora_rocm.checks.kernel_check import CANNOT, IN_EIGHT_BITS, Case, ExactCase
 from lora_rocm.checks.recorded_launches import argument, kernel_of
 from lora_rocm.errors import LoraRocmError
 from lora_rocm.kernels.backend import nothing_plain
-from lora_rocm.processes.jobs import (
+from lora_rocm.processes.jobs import compile_request, job_of, request_line
+from lora_rocm.processes.start_jobs import (
     CaseCompiled,
     CaseRequest,
     CompileAnswer,
@@ -35,9 +36,6 @@ from lora_rocm.processes.jobs import (
     CompileTarget,
     Launch,
     LaunchCompiled,
-    compile_request,
-    job_of,
-    request_line,
 )
 from lora_rocm.rundir.event_types import ErrorEvent
 from lora_rocm.rundir.events import emit

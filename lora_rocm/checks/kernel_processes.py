@@ -28,8 +28,9 @@ from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.foundation.safe_path import python_environment
 from lora_rocm.hardware.app_dir import own_app_dir
 from lora_rocm.kernels.backend import refusal
-from lora_rocm.processes.jobs import (
-    CHILDREN,
+from lora_rocm.processes.jobs import CHILDREN, argument_of, compile_answer, name_of, request_line
+from lora_rocm.processes.process import heavy_command
+from lora_rocm.processes.start_jobs import (
     CaseCompiled,
     CaseRequest,
     CompileJob,
@@ -38,12 +39,7 @@ from lora_rocm.processes.jobs import (
     Launch,
     LaunchCompiled,
     StepLaunches,
-    argument_of,
-    compile_answer,
-    name_of,
-    request_line,
 )
-from lora_rocm.processes.process import heavy_command
 
 MAX_PROCESSES = 8
 MEMORY_EACH = 2**30

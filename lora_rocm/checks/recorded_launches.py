@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from lora_rocm.processes.jobs import Launch
+from lora_rocm.processes.start_jobs import Launch
 
 if TYPE_CHECKING:
     from triton import JITFunction

@@ -12,8 +12,8 @@ import hashlib
 import json
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import astuple, dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -59,12 +59,13 @@ from lora_rocm.optim.base import AVERAGE_ITEMSIZE
 from lora_rocm.optim.registry import rule_of
 from lora_rocm.optim.update_rule import ParameterGroup, Scalars
 from lora_rocm.planning.step_plan import Block, Footprint, MemoryPeak, Rates, SampleCost, SmallerAdapter
+from lora_rocm.processes.start_jobs import RecomputedCount
 from lora_rocm.recipe.optim_sections import OptimSection
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.sections import Compute
 
 META = torch.device("meta")
-LAYOUT = 5  # increase it if footprints get other numbers
+LAYOUT = 6  # increase it if footprints get other numbers
 KEPT = 20  # footprints in the cache file
 SIDE, COPIED_BYTES = 4096, 256 * 2**20  # sizes of the rate measurement
 HEADS, TOKENS, HEAD_WIDTH = 16, 2048, 128  # of the measured attention
@@ -199,10 +200,19 @@ def counted(
     shape: SampleShape,
     on_gpu: bool = True,
     model: LoadedModel | None = None,
+    recomputed: Callable[[], RecomputedCount | None] = lambda: None,
 ) -> Footprint:
     """The footprint for samples of a shape. It is cached next to the latent caches, because counting takes seconds.
 
-    ``model``: the result of ``meta_model``, if the caller has it.
+    Args:
+        recipe: the run's recipe.
+        family: the recipe's family.
+        dtype: dtype of the frozen base.
+        settings: the parent's settings for this machine.
+        shape: the samples' shape.
+        on_gpu: whether the step has a GPU's kernels.
+        model: the result of ``meta_model``, if the caller has it.
+        recomputed: see ``count``.
     """
     plain = settings.attention == "math"
     on_gpu = on_gpu and settings.triton
@@ -213,7 +223,7 @@ def counted(
         with suppress(AttributeError, KeyError, TypeError, ValueError):  # another version's entry, or damaged
             return Footprint.from_json(kept[key])
     model = meta_model(family, recipe, dtype, on_gpu) if model is None else model
-    found = count(family, model, recipe, shape, plain)
+    found = count(family, model, recipe, shape, plain, recomputed)
     with suppress(StorageError):
         write_json(memory, {**dict(list(kept.items())[-KEPT:]), key: found.to_json()})
     return found
@@ -272,18 +282,24 @@ def to_meta(component: nn.Module) -> nn.Module:
 
 
 def count(
-    family: ModelFamily, model: LoadedModel, recipe: Recipe, shape: SampleShape, plain_attention: bool = False
+    family: ModelFamily,
+    model: LoadedModel,
+    recipe: Recipe,
+    shape: SampleShape,
+    plain_attention: bool = False,
+    recomputed: Callable[[], RecomputedCount | None] = lambda: None,
 ) -> Footprint:
-    """Count the memory and work of one pass of one sample on the meta device."""
+    """Count the memory and work of one pass of one sample on the meta device.
+
+    ``recomputed``: returns the result of ``count_recomputed`` from another process, or None to count it here.
+    """
     # Tensors that exist before the pass do not count as activations.
     batch, draws = inputs_on_meta(family, shape)
-    parameters = [p for component in model.components.values() for p in component.parameters()]
-    buffers = [b for component in model.components.values() for b in component.buffers()]
-    trained = [p for p in parameters if p.requires_grad]
-    ledger = Ledger(iter([*parameters, *buffers, *batch.values(), *draws.values()]))
+    ledger, trained = _ledger(model, batch, draws), _trained(model)
     watch = _Watch(family.blocks(model), ledger)
-    drops = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in trained]  # counted with the adapter
-    try:
+    with ExitStack() as until_counted:
+        until_counted.callback(watch.close)
+        until_counted.enter_context(_gradients_dropped(trained))  # counted with the adapter
         noting = shared_noted(ledger.note_shared)
         with fused_attention(not plain_attention), kernels_seen() as kernels, noting, ledger:
             with torch.no_grad():  # recomputed blocks first run without gradients
@@ -297,12 +313,11 @@ def count(
             watch.note()
             work = ledger.tally.now()
             watch.close()
-            # Passes that recompute all blocks, in segments and alone.
-            recomputed_bytes, recomputed_shared_bytes = _recomputed(family, model, batch, draws, watch, plain_attention)
-    finally:
-        watch.close()
-        for drop in drops:
-            drop.remove()
+            del loss  # another process that counts the passes below has none
+            # Passes that recompute all blocks
+            again = recomputed() or _recomputed(family, model, batch, draws, ledger, plain_attention)
+    for seen, *of_block in zip(watch.seen, again.again_bytes, again.again_shared_bytes, strict=True):
+        seen.again_bytes, seen.again_shared_bytes = of_block
     table = token_table(family, model)
     weight = None if table is None else table.module.weight
     # Memory of weights and adapter follows from their sizes.
@@ -319,8 +334,8 @@ def count(
         blocks=tuple(_block(f"{number}", seen, model.dtype) for number, seen in enumerate(watch.seen)),
         moments=tuple(watch.moments),
         work=work,
-        recomputed_bytes=recomputed_bytes,
-        recomputed_shared_bytes=recomputed_shared_bytes,
+        recomputed_bytes=again.peak_bytes,
+        recomputed_shared_bytes=again.shared_bytes,
         narrow_layers=adapter.narrow(recipe.lora),
         unstarted_layers=adapter.unstarted(recipe.lora),
         optimizer_bytes=state,
@@ -341,38 +356,80 @@ def _smaller(adapter: Adapter, recipe: Recipe, dtype: torch.dtype, state_itemsiz
         yield SmallerAdapter(setting, *adapter_bytes(numbers, state, smaller, dtype))
 
 
+def count_recomputed(
+    family: ModelFamily, model: LoadedModel, shape: SampleShape, plain_attention: bool = False
+) -> RecomputedCount:
+    """Count the passes that recompute all blocks, for another process: they take half of the time of ``count``."""
+    batch, draws = inputs_on_meta(family, shape)
+    ledger = _ledger(model, batch, draws)
+    with _gradients_dropped(_trained(model)), fused_attention(not plain_attention):
+        with shared_noted(ledger.note_shared), ledger:
+            with torch.no_grad():  # modules make the constants that they keep
+                losses(family, model, batch, draws)
+            return _recomputed(family, model, batch, draws, ledger, plain_attention)
+
+
 def _recomputed(
-    family: ModelFamily, model: LoadedModel, batch: Tensors, draws: Tensors, watch: _Watch, plain_attention: bool
-) -> tuple[int, int]:
-    """Peak bytes of a pass with all blocks recomputed, as few of them alone as the family does, and its shared part.
+    family: ModelFamily, model: LoadedModel, batch: Tensors, draws: Tensors, ledger: Ledger, plain_attention: bool
+) -> RecomputedCount:
+    """Count a pass with all blocks recomputed, as few of them alone as the family does.
 
     The memory of each block's recomputation is taken from a pass in which each is recomputed alone.
     """
-    peaks = []
+    blocks, peaks = family.blocks(model), list[tuple[int, int]]()
+    of_blocks = [0] * len(blocks), [0] * len(blocks)
     for together in (True, False):
         again = Recomputing(model, together=together, again=lambda: fused_attention(not plain_attention))
         family.recompute_activations(model, again)
-        with _Recomputed(watch) as recomputed:
+        with _Recomputed(blocks, ledger, *of_blocks) as recomputed:
             losses(family, model, batch, draws).sum().backward()
         peaks.append((recomputed.peak_bytes, recomputed.peak_bytes - recomputed.own_bytes))
         if not again.has_segments:  # the second pass would be the same
             break
     family.recompute_activations(model, Recomputing(model, chosen=()))
-    return peaks[0]
+    return RecomputedCount(*peaks[0], *of_blocks)
+
+
+def _trained(model: LoadedModel) -> list[nn.Parameter]:
+    return [p for component in model.components.values() for p in component.parameters() if p.requires_grad]
+
+
+def _ledger(model: LoadedModel, batch: Tensors, draws: Tensors) -> Ledger:
+    """Return a ledger for which weights and inputs do not count."""
+    weights = [t for component in model.components.values() for t in (*component.parameters(), *component.buffers())]
+    return Ledger(iter([*weights, *batch.values(), *draws.values()]))
+
+
+@contextmanager
+def _gradients_dropped(trained: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Within this context, the gradients of weights are dropped when they are complete."""
+    drops = [parameter.register_post_accumulate_grad_hook(_drop_gradient) for parameter in trained]
+    try:
+        yield
+    finally:
+        for drop in drops:
+            drop.remove()
 
 
 class _Recomputed:
-    """Hooks that record the memory of each block's recomputation and backward pass, and the peak of the whole pass."""
+    """Hooks that record the memory of each block's recomputation and backward pass, and the peak of the whole pass.
 
-    def __init__(self, watch: _Watch) -> None:
-        self._ledger, self._seen = watch.ledger, watch.seen
+    ``again_bytes``, ``again_shared_bytes``: receive each block's numbers (``RecomputedCount``).
+    """
+
+    def __init__(
+        self, blocks: Sequence[nn.Module], ledger: Ledger, again_bytes: list[int], again_shared_bytes: list[int]
+    ) -> None:
+        self._blocks, self._ledger = blocks, ledger
+        self._again_bytes, self._again_shared_bytes = again_bytes, again_shared_bytes
         self.peak_bytes = self.own_bytes = 0
-        self._now: tuple[_Seen, int] | None = None
+        self._now: tuple[int, int] | None = None  # index of a block, and the bytes at its beginning
 
     def __enter__(self) -> _Recomputed:
         self._ledger.mark()
         self._handles = [
-            seen.block.register_forward_pre_hook(partial(self._begin, seen), with_kwargs=True) for seen in self._seen
+            block.register_forward_pre_hook(partial(self._begin, index), with_kwargs=True)
+            for index, block in enumerate(self._blocks)
         ]
         return self
 
@@ -381,18 +438,18 @@ class _Recomputed:
         for handle in self._handles:
             handle.remove()
 
-    def _begin(self, seen: _Seen, module: nn.Module, args: object, kwargs: object) -> None:
+    def _begin(self, index: int, module: nn.Module, args: object, kwargs: object) -> None:
         if torch._C._current_graph_task_id() >= 0:  # in the backward pass
             self._end()
-            self._now = seen, self._ledger.live_bytes
+            self._now = index, self._ledger.live_bytes
             return
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(partial(self._reached, seen))
+                tensor.register_hook(partial(self._reached, index))
 
-    def _reached(self, seen: _Seen, gradient: Tensor) -> None:
+    def _reached(self, index: int, gradient: Tensor) -> None:
         """End a block's measurement when its backward pass has computed the gradient of an input."""
-        if self._now is not None and self._now[0] is seen:
+        if self._now is not None and self._now[0] == index:
             self._end()
 
     def _end(self) -> None:
@@ -400,8 +457,8 @@ class _Recomputed:
         self.peak_bytes = max(self.peak_bytes, peak)
         self.own_bytes = max(self.own_bytes, peak - shared_bytes)
         if self._now is not None:
-            seen, begin_bytes = self._now
-            seen.again_bytes, seen.again_shared_bytes = peak - begin_bytes, shared_bytes
+            index, begin_bytes = self._now
+            self._again_bytes[index], self._again_shared_bytes[index] = peak - begin_bytes, shared_bytes
             self._now = None
 
 

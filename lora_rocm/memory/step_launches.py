@@ -15,7 +15,7 @@ from lora_rocm.families.objectives.loss import losses
 from lora_rocm.kernels.backend import kernels_seen, launching_on_meta, nothing_plain
 from lora_rocm.memory.footprint import inputs_on_meta, largest_of
 from lora_rocm.memory.op_counter import ReusedShapes
-from lora_rocm.processes.jobs import StepLaunches
+from lora_rocm.processes.start_jobs import StepLaunches
 from lora_rocm.recipe.schema import Recipe
 
 

@@ -23,6 +23,21 @@ from lora_rocm.planning.data_plan import Seen
 from lora_rocm.planning.step_plan import Rates
 from lora_rocm.processes.hub_jobs import Fetched, FetchJob, HubOffer, OfferJob
 from lora_rocm.processes.job_file import job_text, read_job_file, read_job_text
+from lora_rocm.processes.start_jobs import (
+    CaseCompiled,
+    CaseRequest,
+    CompileAnswer,
+    CompileJob,
+    CompileRequest,
+    CountAlone,
+    CountJob,
+    CountRequest,
+    Launch,
+    LaunchCompiled,
+    RecomputedCount,
+    RecomputedJob,
+    StepLaunches,
+)
 from lora_rocm.rundir.event_types import (
     AnsweredEvent,
     BeginEvent,
@@ -376,90 +391,6 @@ class TrackJob:
 
 
 @dataclass(frozen=True)
-class CompileTarget:
-    """A GPU to compile for, as Triton describes it. arch: compute capability ("90"), or the name of an AMD GPU."""
-
-    backend: str
-    arch: str
-    warp_size: int
-
-
-@dataclass(frozen=True)
-class CompileJob:
-    """Job to compile kernels into Triton's cache until standard input closes. dtype: name of the run's dtype."""
-
-    dtype: str
-    target: CompileTarget
-
-
-@dataclass(frozen=True)
-class CaseRequest:
-    """Request to compile the kernels of a case of the comparison. case: its name."""
-
-    case: str
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A launch of a kernel, with all that its compiled program depends on. It is also the request to compile it.
-
-    Attributes:
-        module, kernel: names of the module and of the kernel in it.
-        arguments, options: the kernel's arguments by position and by name. A tensor is a dictionary
-            (``checks.recorded_launches``).
-    """
-
-    module: str
-    kernel: str
-    arguments: list[Any]  # untyped: JSON values
-    options: dict[str, Any]  # untyped: JSON values
-
-
-@dataclass(frozen=True)
-class CaseCompiled:
-    """Answer to a ``CaseRequest``, also if the case failed: the comparison then has the same error."""
-
-    case: str
-
-
-@dataclass(frozen=True)
-class LaunchCompiled:
-    """Answer to a ``Launch``, also if it failed: the step then has the same error."""
-
-    kernel: str
-
-
-CompileRequest = CaseRequest | Launch
-CompileAnswer = CaseCompiled | LaunchCompiled
-
-
-@dataclass(frozen=True)
-class CountJob:
-    """Job to list a step's kernels, and to count its memory into the footprint cache. recipe: path of the recipe."""
-
-    recipe: Path
-
-
-@dataclass(frozen=True)
-class CountRequest:
-    """Request to count. dtype: name of the run's dtype. settings: the text of ``hardware.settings.Settings``."""
-
-    dtype: str
-    settings: str
-
-
-@dataclass(frozen=True)
-class StepLaunches:
-    """Answer to a ``CountRequest``, before the memory is counted.
-
-    kernels: names of the step's kernels. launches: one launch for each program that the step needs.
-    """
-
-    kernels: list[str]
-    launches: list[Launch]
-
-
-@dataclass(frozen=True)
 class Child:
     """Describes a child process that imports torch.
 
@@ -478,6 +409,7 @@ class Child:
 
 
 _MODEL, _MEASURED = "lora_rocm.children.model_child", (BeginEvent, RowEvent)
+_COUNT = "lora_rocm.memory.count_child"
 _DEVICE = "lora_rocm.children.bench.device_child"
 CHILDREN: Mapping[str, Child] = {
     "sample": Child(_MODEL, SampleJob, (DrawnEvent, NoticeEvent)),
@@ -502,7 +434,8 @@ CHILDREN: Mapping[str, Child] = {
     "compile": Child(
         "lora_rocm.checks.kernel_compiler", CompileJob, (CaseCompiled, LaunchCompiled), (CaseRequest, Launch)
     ),
-    "count": Child("lora_rocm.memory.count_child", CountJob, (StepLaunches,), (CountRequest,)),
+    "count": Child(_COUNT, CountJob, (StepLaunches,), (CountRequest, RecomputedCount, CountAlone)),
+    "count-recomputed": Child(_COUNT, RecomputedJob, (RecomputedCount,), (CountRequest,)),
 }
 """Descriptions of the child processes, keyed by name."""
 J = TypeVar("J")
@@ -568,14 +501,25 @@ def compile_answer(line: bytes) -> CompileAnswer:
     return found
 
 
-def count_request(line: bytes) -> CountRequest:
-    """Return the request in a line of the counting child's standard input.
+def count_request(line: bytes) -> CountRequest | RecomputedCount | CountAlone:
+    """Return the request in a line of a counting child's standard input.
 
     Raises:
         MachineError: job-unreadable.
     """
-    request: CountRequest = _read_line(line, CHILDREN["count"].requests, "standard input")
+    known = CHILDREN["count"].requests
+    request: CountRequest | RecomputedCount | CountAlone = _read_line(line, known, "standard input")
     return request
+
+
+def recomputed_count(line: bytes) -> RecomputedCount:
+    """Return the answer in a line of the standard output of the child that counts recomputed passes.
+
+    Raises:
+        MachineError: job-unreadable.
+    """
+    found: RecomputedCount = _read_line(line, CHILDREN["count-recomputed"].answers, "standard output")
+    return found
 
 
 def step_launches(line: bytes) -> StepLaunches:

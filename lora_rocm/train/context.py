@@ -16,7 +16,7 @@ from lora_rocm.hardware.settings import Settings
 from lora_rocm.loader.batches import BatchPlan, Prepared
 from lora_rocm.loader.worker_pool import LoaderWorkers
 from lora_rocm.memory.footprint_process import FootprintProcess
-from lora_rocm.processes.jobs import CountRequest
+from lora_rocm.processes.start_jobs import CountRequest
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.run_context import RunContext
 from lora_rocm.train.checkpoint import Checkpoint

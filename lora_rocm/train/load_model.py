@@ -35,7 +35,7 @@ from lora_rocm.memory.footprint import largest_of
 from lora_rocm.memory.footprint_process import FootprintProcess, can_help
 from lora_rocm.memory.manager import MemoryManager, decide
 from lora_rocm.model_files.adapter_contents import IMPLAUSIBLE
-from lora_rocm.processes.jobs import StepLaunches
+from lora_rocm.processes.start_jobs import StepLaunches
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.recipe_file import recipe_to_train
 from lora_rocm.train import compilation

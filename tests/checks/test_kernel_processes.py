@@ -46,13 +46,13 @@ from lora_rocm.kernels import (  # noqa: E402
     unpack_triton,
 )
 from lora_rocm.memory.footprint_process import FootprintProcess  # noqa: E402
-from lora_rocm.processes.jobs import (  # noqa: E402
+from lora_rocm.processes.jobs import request_line  # noqa: E402
+from lora_rocm.processes.start_jobs import (  # noqa: E402
     CaseRequest,
     CompileTarget,
     CountRequest,
     Launch,
     StepLaunches,
-    request_line,
 )
 from lora_rocm.rundir.event_types import Event, KernelsEvent  # noqa: E402
 from tests.event_lines import hearing  # noqa: E402

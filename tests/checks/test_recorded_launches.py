@@ -23,7 +23,8 @@ from lora_rocm.kernels import gated_triton  # noqa: E402
 from lora_rocm.kernels.backend import LAUNCH, nothing_plain  # noqa: E402
 from lora_rocm.memory.footprint import meta_model  # noqa: E402
 from lora_rocm.memory.step_launches import launches_of_step  # noqa: E402
-from lora_rocm.processes.jobs import CompileTarget, Launch, compile_request, request_line  # noqa: E402
+from lora_rocm.processes.jobs import compile_request, request_line  # noqa: E402
+from lora_rocm.processes.start_jobs import CompileTarget, Launch  # noqa: E402
 from lora_rocm.recipe.kinds import recipe_from  # noqa: E402
 from tests.tiny_flux import write_tiny_flux  # noqa: E402
 from tests.tiny_llm import write_tiny_llm  # noqa: E402

@@ -33,7 +33,15 @@ from lora_rocm.families.objectives.loss import losses
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.kernels.fingerprint import _place_weights
 from lora_rocm.memory import footprint as counting
-from lora_rocm.memory.footprint import adapter_bytes, count, counted, meta_model, state_bytes
+from lora_rocm.memory.footprint import (
+    adapter_bytes,
+    count,
+    count_recomputed,
+    counted,
+    largest_of,
+    meta_model,
+    state_bytes,
+)
 from lora_rocm.memory.op_counter import Ledger
 from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.planning.step_choice import by_worth
@@ -331,6 +339,32 @@ def test_weights_blocks_and_work(both: tuple[Footprint, Real]) -> None:
     assert found.optimizer_bytes == pytest.approx(8 * sum(p.numel() for p in trained), rel=0.01), "AdamW's moments"
     assert all(block.kept_bytes <= block.rise_bytes for block in found.blocks)
     assert found.blocks[0].kept_bytes == 0, "no gradient goes to what lies before the first LoRA"
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "sdxl": {},
+    "z-image": {"model": {"family": "z-image", "name_or_path": "builtin:tiny-z-image", "quantization": "int8"}},
+    "causal-lm": {
+        "model": {"family": "causal-lm", "name_or_path": "builtin:tiny-llama"},
+        "data": {"sources": [{"dataset": "builtin:demo-chats"}], "max_length": 64},
+        "lora": {"rank": 4, "targets": "all-linear"},
+    },
+}
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_two_processes_count_the_same_as_one(which: str, tmp_path: Path) -> None:
+    """To the byte, although they share neither model nor ledger."""
+    values = {**recipe(tmp_path, BASE).model_dump(mode="json", exclude_unset=True), **MODELS[which]}
+    its = recipe_from(values)
+    family, shape = family_for(its), largest_of(its)
+    new = lambda: meta_model(family, its, torch.bfloat16)  # noqa: E731
+    again = count_recomputed(family, new(), shape)
+    assert count(family, new(), its, shape, recomputed=lambda: again) == count(family, new(), its, shape)
+    assert again.peak_bytes > 0 and any(again.again_bytes)
+    more = replace(again, again_bytes=[each + 512 for each in again.again_bytes])
+    found = [count(family, new(), its, shape, recomputed=lambda it=it: it) for it in (again, more)]  # type: ignore[misc]
+    assert found[0] != found[1], "the control"
 
 
 def test_plain_attention_keeps_every_score(small: Footprint) -> None:

@@ -25,7 +25,8 @@ from lora_rocm.memory import footprint, footprint_process, manager
 from lora_rocm.memory.footprint import counted, largest_of
 from lora_rocm.memory.footprint_process import FootprintProcess, footprints_file
 from lora_rocm.planning.step_plan import Rates
-from lora_rocm.processes.jobs import CountRequest, Launch, StepLaunches, count_request, request_line
+from lora_rocm.processes.jobs import count_request, request_line
+from lora_rocm.processes.start_jobs import CountAlone, CountRequest, Launch, RecomputedCount, StepLaunches
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.layout import RunDir
@@ -44,6 +45,7 @@ sys.stdout.write({request_line(LISTED).decode("ascii")!r})
 sys.stdout.flush()
 sys.stdin.read()
 """
+AGAIN = RecomputedCount(7, 2, [3, 4], [1, 0])
 TEARS = "import sys; sys.stdin.readline(); sys.stdout.write('{'); sys.exit(0)"
 
 
@@ -66,20 +68,29 @@ def recipe(recipe_file: Path) -> Recipe:
     return load_recipe(recipe_file).recipe
 
 
+Start = Callable[..., FootprintProcess]
+
+
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], FootprintProcess]]:
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Start a process that runs a small program."""
     made = list[FootprintProcess]()
 
-    def start(program: str) -> FootprintProcess:
-        monkeypatch.setattr(footprint_process, "heavy_command", lambda *_, **__: [sys.executable, "-c", program])
+    def start(program: str, other: str | None = None) -> FootprintProcess:
+        """``other``: the program that counts recomputed passes, if there is one."""
+
+        def command(module: str, argument: str, **_: object) -> list[str]:
+            return [sys.executable, "-c", str(other) if "recomputed" in argument else program]
+
+        monkeypatch.setattr(footprint_process, "heavy_command", command)
+        monkeypatch.setattr(footprint_process, "has_room_for_two", lambda: other is not None)
         made.append(FootprintProcess(Path("a recipe.yaml")))
         return made[-1]
 
     yield start
     for each in made:
         each.close()
-        assert each._child is not None and each._child.poll() is not None
+        assert all(child.poll() is not None for child in (each._child, each._other) if child is not None)
 
 
 def seconds_of_waiting(process: FootprintProcess, beats: list[int] | None = None) -> float:
@@ -88,7 +99,7 @@ def seconds_of_waiting(process: FootprintProcess, beats: list[int] | None = None
     return time.monotonic() - began
 
 
-def test_a_process_that_has_counted_or_failed_is_not_waited_for(started: Callable[[str], FootprintProcess]) -> None:
+def test_a_process_that_has_counted_or_failed_is_not_waited_for(started: Start) -> None:
     for program, code in ((COUNTS, 0), (ENDS, 9)):
         process = started(program)
         process.ask(BF16)
@@ -96,7 +107,7 @@ def test_a_process_that_has_counted_or_failed_is_not_waited_for(started: Callabl
         assert process._child is not None and process._child.poll() in ((code,) if process._asked else (code, None))
 
 
-def test_a_killed_process_is_not_waited_for(started: Callable[[str], FootprintProcess]) -> None:
+def test_a_killed_process_is_not_waited_for(started: Start) -> None:
     process = started(IS_SILENT)
     process.ask(BF16)
     assert process._child is not None
@@ -104,7 +115,7 @@ def test_a_killed_process_is_not_waited_for(started: Callable[[str], FootprintPr
     assert process._child.poll() not in (None, 0)
 
 
-def test_waiting_has_an_end(started: Callable[[str], FootprintProcess], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_has_an_end(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(footprint_process, "LIMIT_S", 0.35)
     process, beats = started(IS_SILENT), list[int]()
     assert seconds_of_waiting(process) < 0.1, "nothing was asked"
@@ -113,7 +124,7 @@ def test_waiting_has_an_end(started: Callable[[str], FootprintProcess], monkeypa
     assert process._child is not None and process._child.poll() is None
 
 
-def test_launches_arrive_before_the_memory_is_counted(started: Callable[[str], FootprintProcess]) -> None:
+def test_launches_arrive_before_the_memory_is_counted(started: Start) -> None:
     process = started(LISTS)
     assert process.launches() is None, "nothing was asked"
     process.ask(BF16)
@@ -122,20 +133,20 @@ def test_launches_arrive_before_the_memory_is_counted(started: Callable[[str], F
 
 
 @pytest.mark.parametrize("program", [ENDS, TEARS])
-def test_a_process_that_fails_lists_nothing(program: str, started: Callable[[str], FootprintProcess]) -> None:
+def test_a_process_that_fails_lists_nothing(program: str, started: Start) -> None:
     process = started(program)
     process.ask(BF16)
     assert process.launches() is None
 
 
-def test_a_process_that_is_ended_lists_nothing(started: Callable[[str], FootprintProcess]) -> None:
+def test_a_process_that_is_ended_lists_nothing(started: Start) -> None:
     process = started(IS_SILENT)
     process.ask(BF16)
     threading.Timer(0.3, process.close).start()
     assert process.launches() is None
 
 
-def test_a_process_can_be_ended_while_another_thread_asks_it(started: Callable[[str], FootprintProcess]) -> None:
+def test_a_process_can_be_ended_while_another_thread_asks_it(started: Start) -> None:
     """A base may be refused at any moment of a start."""
     process, begin = started(IS_SILENT), threading.Thread.start
 
@@ -148,11 +159,65 @@ def test_a_process_can_be_ended_while_another_thread_asks_it(started: Callable[[
     assert process.launches() is None
 
 
-def test_nobody_has_to_read_the_launches(started: Callable[[str], FootprintProcess]) -> None:
+def test_nobody_has_to_read_the_launches(started: Start) -> None:
     """They may be more than a pipe holds, and the process counts after them."""
     process = started("import sys; sys.stdin.readline(); print('x' * 2**22, flush=True)")
     process.ask(BF16)
     assert seconds_of_waiting(process) < 20 < footprint_process.LIMIT_S
+
+
+OTHERS = {
+    "sent on": (f"import sys; sys.stdin.readline(); sys.stdout.write({request_line(AGAIN).decode('ascii')!r})", AGAIN),
+    "ended": (ENDS, CountAlone()),
+    "torn": (TEARS, CountAlone()),
+    "something else": (LISTS, CountAlone()),
+}
+
+
+@pytest.mark.parametrize("how", OTHERS)
+def test_the_count_of_the_other_process_follows_the_request(how: str, started: Start, tmp_path: Path) -> None:
+    """If the other process has none, the first one learns it, and does not wait for ever."""
+    program, wanted = OTHERS[how]
+    given = tmp_path / "given.txt"
+    receives = "import pathlib, sys; pathlib.Path({!r}).write_text(sys.stdin.readline() + sys.stdin.readline())"
+    process = started(receives.format(str(given)), program)
+    process.ask(BF16)
+    assert seconds_of_waiting(process) < 20 < footprint_process.LIMIT_S
+    assert [count_request(line.encode()) for line in given.read_text().splitlines()] == [BF16, wanted]
+
+
+def test_a_second_process_that_is_silent_ends_with_the_first(started: Start) -> None:
+    process = started(IS_SILENT, IS_SILENT)
+    process.ask(BF16)
+    assert process._other is not None and process._other.poll() is None
+    process.close()
+    assert process._other.poll() is not None and not process._sender.is_alive()
+
+
+def test_without_a_second_process_the_first_one_counts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs, real = list[str](), subprocess.Popen
+
+    def refused(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
+        jobs.append(command[-1])
+        if "recomputed" in command[-1]:
+            raise OSError(12, "Cannot allocate memory")
+        return real([sys.executable, "-c", IS_SILENT], **how)
+
+    monkeypatch.setattr(footprint_process, "has_room_for_two", lambda: True)
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    process = FootprintProcess(Path("a recipe.yaml"))
+    process.ask(BF16)
+    process.close()
+    assert [json.loads(job).get("is_shared") for job in jobs][-1] is False and len(jobs) == 2
+
+
+@pytest.mark.parametrize(("cores", "free_gib", "two"), [(6, 8, True), (5, 8, False), (16, 5, False)])
+def test_two_processes_need_cores_and_memory(
+    cores: int, free_gib: int, two: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=free_gib * 2**30))
+    assert footprint_process.has_room_for_two() is two
 
 
 def test_a_process_that_the_system_refuses_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +231,7 @@ def test_a_process_that_the_system_refuses_is_not_waited_for(monkeypatch: pytest
     process.close()
 
 
-def test_a_process_counts_again_only_for_another_request(started: Callable[[str], FootprintProcess]) -> None:
+def test_a_process_counts_again_only_for_another_request(started: Start) -> None:
     """The test of attention may change settings after the process was asked."""
     process = started(IS_SILENT)
     assert process.asked_for(BF16) is process, "it was not asked, because the step has no kernels"
@@ -282,9 +347,14 @@ def test_launches_are_listed_also_where_the_memory_was_counted_before(
 
 
 @pytest.mark.slow
-def test_a_process_counts_exactly_the_same(recipe_file: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("two", [False, True])
+def test_a_process_counts_exactly_the_same(
+    recipe_file: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, two: bool
+) -> None:
     """Loading then finds its footprint under its key, and does not count."""
+    monkeypatch.setattr(footprint_process, "has_room_for_two", lambda: two)
     process = FootprintProcess(recipe_file)
+    assert (process._other is not None) is two
     process.ask(BF16)
     while process._child is not None and process._child.poll() is None:
         process.wait(lambda: None)

@@ -18,7 +18,7 @@ from lora_rocm.kernels.backend import kernels_seen, launches, launching_on_meta 
 from lora_rocm.memory import count_child, step_launches  # noqa: E402
 from lora_rocm.memory.footprint import count, largest_of, meta_model  # noqa: E402
 from lora_rocm.memory.step_launches import launches_of_step  # noqa: E402
-from lora_rocm.processes.jobs import CountJob, StepLaunches  # noqa: E402
+from lora_rocm.processes.start_jobs import CountJob, StepLaunches  # noqa: E402
 from lora_rocm.recipe.kinds import recipe_from  # noqa: E402
 from lora_rocm.recipe.schema import Recipe  # noqa: E402
 
@@ -81,7 +81,7 @@ def test_a_base_that_is_refused_leaves_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The process is asked before the base is checked. The check has the same error, and its traceback is enough."""
-    monkeypatch.setattr(count_child, "job_of", lambda kind: CountJob(Path("a recipe.yaml")))
+    monkeypatch.setattr(count_child, "job_of", lambda *kinds: CountJob(Path("a recipe.yaml")))
     for error, code in (
         (ModelError("refused", "", where="", fix=""), ModelError.exit_code),
         (RuntimeError("sizes\ndiffer"), 1),

@@ -17,7 +17,7 @@ import torch
 from lora_rocm.errors import DataError
 from lora_rocm.families.base import family_for
 from lora_rocm.hardware.settings import Settings
-from lora_rocm.processes.jobs import CountRequest
+from lora_rocm.processes.start_jobs import CountRequest
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.rules.mitigations import mitigation_table
 from lora_rocm.rundir.layout import RunDir
