@@ -32,8 +32,8 @@ from lora_rocm.rundir.events import emit
 
 ORPHANED_CODE = FAILED_CODE = 1
 IMPORTS_MORE = True
-"""Garbage collection stays disabled (``foundation.packages.imported``). It would take a tenth of these seconds, and frees
-nothing here: the counts are the same with it and without.
+"""Garbage collection stays disabled (``foundation.packages.imported``). It would take a tenth of the time, and free
+nothing: the counts are the same with it and without.
 """
 KINDS: tuple[type[CountJob | RecomputedJob], ...] = (CountJob, RecomputedJob)
 
