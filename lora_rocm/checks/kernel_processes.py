@@ -28,6 +28,7 @@ from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.foundation.safe_path import python_environment
 from lora_rocm.hardware.app_dir import own_app_dir
 from lora_rocm.kernels.backend import refusal
+from lora_rocm.processes.cores import core_count
 from lora_rocm.processes.jobs import CHILDREN, argument_of, compile_answer, name_of, request_line
 from lora_rocm.processes.process import heavy_command
 from lora_rocm.processes.start_jobs import (
@@ -60,7 +61,7 @@ def process_count(cores: int, free_bytes: int) -> int:
 
 def count_here() -> int:
     """Return ``process_count`` for this machine."""
-    return process_count(os.cpu_count() or 1, free_main_bytes())
+    return process_count(core_count(), free_main_bytes())
 
 
 class KernelCompilers:

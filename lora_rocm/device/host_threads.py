@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Lock
 
 import torch
+
+from lora_rocm.processes.cores import core_count
 
 _lock = Lock()
 _before = list[int]()
@@ -24,7 +25,7 @@ def threads_of_one_core(most: int) -> Iterator[ThreadPoolExecutor]:
     """
     with _lock:  # a thread that started while a pool was open counts one
         _before.append(_before[0] if _before else torch.get_num_threads())
-    pool = ThreadPoolExecutor(min(most, os.cpu_count() or 1), initializer=torch.set_num_threads, initargs=(1,))
+    pool = ThreadPoolExecutor(min(most, core_count()), initializer=torch.set_num_threads, initargs=(1,))
     try:
         yield pool
     finally:

@@ -7,7 +7,6 @@ ends.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +15,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from lora_rocm.errors import LoraRocmError, StoppedError
+from lora_rocm.processes.cores import core_count
 
 MAX_THREADS = 8  # decoding and scaling a photograph takes about as long as encoding it on a fast GPU
 MAX_AHEAD_BYTES = 1 << 29
@@ -39,7 +39,7 @@ def ahead(
             limited to MAX_AHEAD_BYTES and to twice the number of threads. A larger result is computed alone.
         threads: number of threads; 0 for one per processor, up to MAX_THREADS.
     """
-    count = threads or min(MAX_THREADS, os.cpu_count() or 1)
+    count = threads or min(MAX_THREADS, core_count())
     under_way = deque[tuple[Future[Made], int]]()
     taken_bytes = 0
     pool = ThreadPoolExecutor(count, "ahead")

@@ -22,6 +22,7 @@ from pathlib import Path
 from lora_rocm.device.main_memory import free_main_bytes
 from lora_rocm.errors import MachineError
 from lora_rocm.foundation.safe_path import python_environment
+from lora_rocm.processes.cores import core_count
 from lora_rocm.processes.jobs import CHILDREN, argument_of, name_of, recomputed_count, request_line, step_launches
 from lora_rocm.processes.process import heavy_command
 from lora_rocm.processes.start_jobs import (
@@ -159,12 +160,12 @@ def _send(child: subprocess.Popen[bytes], request: object) -> None:
 
 def has_room_for_two() -> bool:
     """Whether this machine has cores and memory for two processes."""
-    return (os.cpu_count() or 1) >= TWO_CORES and free_main_bytes() >= TWO_FREE_BYTES
+    return core_count() >= TWO_CORES and free_main_bytes() >= TWO_FREE_BYTES
 
 
 def can_help() -> bool:
     """Whether this machine has cores and memory for the process."""
-    return (os.cpu_count() or 1) >= MIN_CORES and free_main_bytes() >= MIN_FREE_BYTES
+    return core_count() >= MIN_CORES and free_main_bytes() >= MIN_FREE_BYTES
 
 
 def footprint_process(recipe: Path, cache_dir: str, on_gpu: bool) -> FootprintProcess | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lora_rocm.errors import LoraRocmError, RestartCode, StoppedError
 from lora_rocm.hardware.ranks import HERE, Rank
+from lora_rocm.processes.cores import core_count
 from lora_rocm.processes.process import Asked, stop_signals
 from lora_rocm.rundir.event_types import Event
 from lora_rocm.rundir.layout import RunDir
@@ -43,7 +43,7 @@ def environments(env: Mapping[str, str], count: int) -> list[dict[str, str]]:
     """
     if count == 1:
         return [dict(env)]
-    port, threads = free_port(), max((os.cpu_count() or 1) // count, 1)
+    port, threads = free_port(), max(core_count() // count, 1)
     return [{"OMP_NUM_THREADS": str(threads), **env, **rank.variables(port)} for rank in ranks(count)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from lora_rocm.device.device_memory import shares_main_memory
 from lora_rocm.device.main_memory import free_main_bytes
 from lora_rocm.families.base import ModelFamily
+from lora_rocm.processes.cores import core_count
 from lora_rocm.train.context import StartContext
 from lora_rocm.train.dry_run import TakesSource
 from lora_rocm.train.start_encoder import start_encoders
@@ -41,7 +41,7 @@ def read_base_early(start: StartContext, family: ModelFamily) -> Callable[[], No
     Raises:
         ModelError: from configs and headers alone, as ``family.load`` does.
     """
-    if start.device.type != "cuda" or not isinstance(family, TakesSource) or (os.cpu_count() or 1) < MIN_CORES:
+    if start.device.type != "cuda" or not isinstance(family, TakesSource) or core_count() < MIN_CORES:
         return lambda: None
     if shares_main_memory(start.device) or start_encoders(start.recipe, family, start.dtype):
         return lambda: None

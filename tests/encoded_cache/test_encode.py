@@ -482,7 +482,7 @@ def test_neither_order_nor_bytes_depend_on_the_threads(
     for threads, write_s in ((1, 0.0), (6, 0.0), (6, 0.01)):
         family, root = new_family(), tmp_path / f"{threads}-{write_s}"
         monkeypatch.setattr(prefetch, "MAX_THREADS", threads)
-        monkeypatch.setattr(os, "cpu_count", lambda: 8)
+        monkeypatch.setattr(prefetch, "core_count", lambda: 8)
         monkeypatch.setattr(image_preprocess, "load_image", slow_now_and_then)
         cache = LatentCache(root)
         write = cache.write

@@ -215,7 +215,7 @@ def test_without_a_second_process_the_first_one_counts_alone(monkeypatch: pytest
 def test_two_processes_need_cores_and_memory(
     cores: int, free_gib: int, two: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    monkeypatch.setattr(footprint_process, "core_count", lambda: cores)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=free_gib * 2**30))
     assert footprint_process.has_room_for_two() is two
 
@@ -259,7 +259,10 @@ def test_the_process_starts_only_where_it_saves_time(tmp_path: Path, monkeypatch
     def starts(cores: int = 16, free_gib: int = 64, on_gpu: bool = True) -> bool:
         made.clear()
         free = SimpleNamespace(available=free_gib * 2**30)
-        with mock.patch("os.cpu_count", lambda: cores), mock.patch("psutil.virtual_memory", lambda: free):
+        with (
+            mock.patch.object(footprint_process, "core_count", lambda: cores),
+            mock.patch("psutil.virtual_memory", lambda: free),
+        ):
             footprint_process.footprint_process(tmp_path / "r.yaml", str(tmp_path), on_gpu)
         return bool(made)
 

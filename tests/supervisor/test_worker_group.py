@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 
 from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, TransferError, WorkerDiedError
 from lora_rocm.hardware.ranks import Rank, rank_of
+from lora_rocm.supervisor import worker_group
 from lora_rocm.supervisor.worker_group import End, environments, free_port, verdict
 
 
@@ -19,13 +19,13 @@ def test_one_child_gets_what_was_planned_and_no_more() -> None:
 
 
 def test_several_get_numbers_one_port_and_their_share_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 32)
+    monkeypatch.setattr(worker_group, "core_count", lambda: 32)
     envs = environments({"A": "1"}, 3)
     assert [rank_of(env) for env in envs] == [Rank(number, 3, number, 3) for number in range(3)]
     assert len({env["MASTER_PORT"] for env in envs}) == 1
     assert all(env["A"] == "1" and env["OMP_NUM_THREADS"] == "10" for env in envs)
     assert {env["OMP_NUM_THREADS"] for env in environments({"OMP_NUM_THREADS": "4"}, 3)} == {"4"}
-    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    monkeypatch.setattr(worker_group, "core_count", lambda: 1)
     assert environments({}, 2)[0]["OMP_NUM_THREADS"] == "1"
 
 

@@ -47,7 +47,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     properties = {CUDA: SimpleNamespace(is_integrated=False), SHARED: SimpleNamespace(is_integrated=True)}
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties[device])
     monkeypatch.setattr(early_base, "free_main_bytes", lambda: ROOM)
-    monkeypatch.setattr(early_base.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(early_base, "core_count", lambda: 8)
     return found
 
 
@@ -77,7 +77,7 @@ def test_the_base_is_read_early_where_that_helps(
     read: int,
 ) -> None:
     monkeypatch.setattr(early_base, "free_main_bytes", lambda: room)
-    monkeypatch.setattr(early_base.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(early_base, "core_count", lambda: cores)
     recipe = recipe_of("sdxl", str(model), tmp_path)
     start, family = start_of(recipe, device), family_for(recipe)
     early_base.read_base_early(start, family)()

@@ -34,6 +34,7 @@ from lora_rocm.hardware.settings import settings_from
 from lora_rocm.loader.batches import BatchPlan, Prepared, open_workers, prepare
 from lora_rocm.loader.cached_dataset import Order, Orders, Read
 from lora_rocm.loader.worker_pool import LoaderWorkers
+from lora_rocm.processes.cores import core_count
 from lora_rocm.processes.jobs import LoaderJob, job_of
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
@@ -80,7 +81,7 @@ def decoder_of(prepared: Prepared, family: ModelFamily) -> Decoder:
 
 def worker_counts() -> list[int]:
     """Return the numbers of workers to measure: up to 4, and the number of CPU cores."""
-    return sorted({0, 1, 2, 4, max(4, os.cpu_count() or 1)})
+    return sorted({0, 1, 2, 4, max(4, core_count())})
 
 
 def reading(found: dict[str, Any], workers: LoaderWorkers, reported: list[str], plan: BatchPlan) -> Timed:

@@ -116,6 +116,15 @@ def container_memory(reads: ProbeReads) -> tuple[int, int] | None:
     return limit, min(max(limit - used + (int(cache.group(1)) if cache else 0), 0), limit)
 
 
+def container_cores(reads: ProbeReads) -> int | None:
+    """Return the processor time that this container may use, in cores, rounded up; None if it has no limit.
+
+    The file of cgroup v2 has microseconds of processor time, and of the period in which they may be used.
+    """
+    found = re.fullmatch(r"(\d{1,18}) ([1-9]\d{0,17})", reads.line("/sys/fs/cgroup/cpu.max"))  # "max" means no limit
+    return None if found is None else -(-int(found[1]) // int(found[2]))
+
+
 def _os_release(reads: ProbeReads) -> dict[str, str]:
     text = reads.text("/etc/os-release") or reads.text("/usr/lib/os-release") or ""
     return {name: value.strip().strip("\"'") for name, value in re.findall(r"^(\w+)=(.*)$", text, re.MULTILINE)}
