@@ -34,6 +34,7 @@ from lora_rocm.processes.optional_packages import (
     DistributionsLoader,
     LateLoader,
     hide,
+    imported_by_late,
 )
 
 PACKAGES = (
@@ -75,6 +76,8 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if fullname.rpartition(".")[0] in LATE:
+            return imported_by_late(fullname)
         if fullname not in self._loaders:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
