@@ -78,7 +78,7 @@ def hide(packages: Collection[str] = HIDDEN) -> None:
 
 
 def show() -> None:
-    """Hide no package from now on: what is imported next may need it."""
+    """Hide no package from now on, because foreign code is imported next."""
     sys.meta_path[:] = [finder.finder if isinstance(finder, _Hiding) else finder for finder in sys.meta_path]
 
 
