@@ -107,28 +107,27 @@ class LateLoader(SourceFileLoader):
         setattr(module, "__getattr__", read)  # noqa: B010 - of a module, which mypy knows no attributes of
 
 
-def imported_by_late(fullname: str) -> ModuleSpec | None:
-    """Run a late module before its submodule, as Python does. Return a spec if it has imported the submodule itself."""
-    with suppress(AttributeError):  # raised while the late module runs
-        _ = sys.modules[fullname.rpartition(".")[0]].__all__
-    found = sys.modules.get(fullname)
-    if found is None:
-        return None
-    found.__spec__ = ModuleSpec(fullname, _Imported(found))  # Python loads a module that is there by its own spec
-    return found.__spec__
+class AfterLateLoader(Loader):
+    """Runs a late module before its submodule, as Python does. It may import the submodule itself, which then has run.
 
+    ``loader``: Python's own loader of the submodule.
+    """
 
-class _Imported(Loader):
-    """Returns a module that another import has run, and gives it back its own spec."""
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self._found: ModuleType | None = None
 
-    def __init__(self, module: ModuleType) -> None:
-        self._module, self._spec = module, module.__spec__
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return self._module
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        with suppress(AttributeError):  # raised while the late module runs
+            _ = sys.modules[spec.name.rpartition(".")[0]].__all__
+        self._found = sys.modules.get(spec.name)
+        return self._loader.create_module(spec) if self._found is None else self._found
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec
+        assert module.__spec__ is not None
+        module.__loader__ = module.__spec__.loader = self._loader
+        if self._found is None:
+            self._loader.exec_module(module)
 
 
 class CallsLoader(SourceFileLoader):

@@ -13,6 +13,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +193,7 @@ def test_a_late_package_runs_before_its_submodules(tmp_path: Path, monkeypatch: 
         package, other = importlib.import_module("late_pack"), importlib.import_module("late_pack.other")
         assert part.doubled == [14] and part is package.part
         assert part.doubled is package.doubled is other.doubled, "the submodule ran once"
-        assert part.__spec__.origin == str(folder / "part.py")
+        assert isinstance(part.__spec__.loader, SourceFileLoader) and part.__spec__.origin == str(folder / "part.py")
     finally:
         sys.meta_path[:] = kept
         for name in ("late_pack", "late_pack.part", "late_pack.other"):
