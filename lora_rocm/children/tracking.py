@@ -21,6 +21,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from lora_rocm.errors import LoraRocmError, MachineError
 from lora_rocm.families.registry import FAMILIES, FamilyRegistry
+from lora_rocm.processes import optional_packages
 from lora_rocm.processes.jobs import TrackJob, job_of
 from lora_rocm.recipe.load import load_recipe  # recipe: only read, for the trackers
 from lora_rocm.recipe.paths import settings_without_paths
@@ -73,6 +74,7 @@ def track(
     run_dir, name = RunDir(job.run_dir), job.tracker
     PartialState(cpu=True)  # the library asks it which process may log
     limited = _Limit(name, limit_s)
+    optional_packages.show()  # a tracker or its plug-in may need one, such as boto3
     with limited.call():
         options = options_of(name, run_dir)
         earlier = found_again(options) if name == "mlflow" else {}

@@ -30,6 +30,7 @@ from lora_rocm.processes.optional_packages import (
     DISTRIBUTIONS,
     LATE,
     WITH_CALLS,
+    AfterLateLoader,
     CallsLoader,
     DistributionsLoader,
     LateLoader,
@@ -75,9 +76,13 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in self._loaders:
+        is_in_late = fullname.rpartition(".")[0] in LATE
+        if fullname not in self._loaders and not is_in_late:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None and is_in_late:
+            spec.loader = AfterLateLoader(spec.loader)
+            return spec
         if spec is None or not isinstance(spec.loader, SourceFileLoader):
             return None
         spec.loader = self._loaders[fullname](spec.loader.name, spec.loader.path)

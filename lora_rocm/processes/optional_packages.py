@@ -2,6 +2,7 @@
 
 Such a package may take a second to import, or fail because it was built for another torch. A run calls none of them.
 For Python a hidden package is not installed: ``import`` raises ``ModuleNotFoundError``, and ``find_spec`` returns None.
+``sys.modules`` has no entry for it: SciPy, MLflow and einops call a package as soon as its name is there.
 
 Three things are postponed until somebody needs them. Modules of SciPy run when they are used (``LATE``). The
 losses of transformers' other models are imported when they are called (``WITH_CALLS``). ``diffusers`` asks at its
@@ -12,13 +13,20 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, wraps
 from importlib import import_module
-from importlib.machinery import SourceFileLoader
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from threading import RLock
 from types import CodeType, ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed.importlib import MetaPathFinderProtocol
 
 HIDDEN = (
     # quantisation
@@ -44,23 +52,50 @@ ON_CALL = "__on_call__"
 """Name in the changed source of the function that makes a replacement."""
 
 
+class _Hiding:
+    """A finder of ``sys.meta_path`` that does not find hidden packages."""
+
+    def __init__(self, finder: MetaPathFinderProtocol, hidden: frozenset[str]) -> None:
+        self.finder, self._hidden = finder, hidden
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return None if fullname in self._hidden else self.finder.find_spec(fullname, path, target)
+
+    def __getattr__(self, name: str) -> object:  # importlib.metadata asks finders for distributions
+        return getattr(self.finder, name)
+
+
 def hide(packages: Collection[str] = HIDDEN) -> None:
-    """Hide these packages from now on. A package that is already imported stays as it is."""
-    for name in packages:
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # untyped: Python's sign for a missing package
+    """Hide these packages from now on. A package that is already imported stays as it is.
+
+    torch would import a hidden one of another device as its backend, so it does not load backends by itself.
+    """
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    if not any(isinstance(finder, _Hiding) for finder in sys.meta_path):
+        sys.meta_path[:] = [_Hiding(finder, frozenset(packages)) for finder in sys.meta_path]
+
+
+def show() -> None:
+    """Hide no package from now on, because foreign code is imported next."""
+    sys.meta_path[:] = [finder.finder if isinstance(finder, _Hiding) else finder for finder in sys.meta_path]
 
 
 class LateLoader(SourceFileLoader):
     """Runs a module when a name is read that it defines. ``importlib.util.LazyLoader`` runs it at its second import."""
 
     def exec_module(self, module: ModuleType) -> None:
-        lock, run, began = RLock(), super().exec_module, list[bool]()
+        lock, run, running = RLock(), super().exec_module, list[bool]()
 
         def read(name: str) -> object:
             with lock:  # other threads wait until the module has run
-                if not began:
-                    began.append(True)
-                    run(module)
+                if not running and vars(module).get("__getattr__") is read:
+                    running.append(True)
+                    try:
+                        run(module)
+                    finally:  # after an error, the next reader gets the same error
+                        running.clear()
                     if vars(module).get("__getattr__") is read:  # it may define its own
                         del module.__getattr__
             if "__getattr__" not in vars(module) or vars(module)["__getattr__"] is not read:
@@ -70,6 +105,29 @@ class LateLoader(SourceFileLoader):
             return vars(module)[name]
 
         setattr(module, "__getattr__", read)  # noqa: B010 - of a module, which mypy knows no attributes of
+
+
+class AfterLateLoader(Loader):
+    """Runs a late module before its submodule, as Python does. It may import the submodule itself, which then has run.
+
+    ``loader``: Python's own loader of the submodule.
+    """
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self._found: ModuleType | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        with suppress(AttributeError):  # raised while the late module runs
+            _ = sys.modules[spec.name.rpartition(".")[0]].__all__
+        self._found = sys.modules.get(spec.name)
+        return self._loader.create_module(spec) if self._found is None else self._found
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__loader__ = module.__spec__.loader = self._loader
+        if self._found is None:
+            self._loader.exec_module(module)
 
 
 class CallsLoader(SourceFileLoader):

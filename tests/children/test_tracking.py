@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_t
 
 from lora_rocm.children import tracking
 from lora_rocm.processes.jobs import TrackJob, argument_of
+from lora_rocm.processes.optional_packages import hide
 from lora_rocm.rundir.events import EventWriter
 from lora_rocm.rundir.layout import RunDir
 from tests.supervisor.fake_run import RECIPE, event, step_fields
@@ -79,6 +81,21 @@ def test_it_gets_the_recipe_and_the_numbers(run_dir: RunDir) -> None:
     assert all(isinstance(value, bool | int | float | str) for value in settings.values())
     assert step == 1 and numbers["step/prodigy_d"] == 0.5 and "step/learning_rate" in numbers
     assert held_out == (1, {"validation/loss": 0.25})
+
+
+def test_it_may_import_packages_that_no_run_uses(
+    run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plug-ins of a tracker need them, such as boto3 for MLflow on SageMaker."""
+    (tmp_path / "boto3.py").write_text("", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    hide()
+    assert find_spec("boto3") is None
+    seen = list[bool]()
+    monkeypatch.setattr(Fake, "start", lambda self: seen.append(find_spec("boto3") is not None))
+    tracking.track(job_on(run_dir), lambda: True)
+    assert seen == [True]
 
 
 def test_it_gets_no_path_of_this_machine(run_dir: RunDir, tmp_path: Path) -> None:

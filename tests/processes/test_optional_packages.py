@@ -13,11 +13,13 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lora_rocm.processes import lazy_packages
 from lora_rocm.processes.lazy_packages import install
 from lora_rocm.processes.optional_packages import (
     DISTRIBUTIONS,
@@ -78,6 +80,8 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
         metadata.mkdir()
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 99.0\n", encoding="utf-8")
         (metadata / "top_level.txt").write_text(name, encoding="utf-8")
+        if name == "torch_npu":  # torch would load it
+            (metadata / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:load", encoding="utf-8")
     for name in LATE:
         if (folder / name.split(".")[0]).is_dir():
             folder.joinpath(*name.split(".")).with_suffix(".py").write_text(BROKEN, encoding="utf-8")
@@ -123,10 +127,10 @@ def test_a_hidden_package_is_missing_as_if_it_were_not_installed(monkeypatch: py
             assert importlib.util.find_spec(name) is None
             with pytest.raises(ModuleNotFoundError):
                 importlib.import_module(name)
+            assert name not in sys.modules, "other libraries call a package whose name they find there"
+        assert importlib.metadata.version("torch"), "finders still find distributions"
     finally:
         sys.meta_path[:] = kept
-        for name in hidden:
-            sys.modules.pop(name, None)
 
 
 def test_a_package_that_was_imported_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,8 +172,32 @@ def test_a_late_module_that_fails_says_so(tmp_path: Path) -> None:
     (tmp_path / "late_two.py").write_text("raise ValueError('broken')", encoding="utf-8")
     module = type(sys)("late_two")
     LateLoader("late_two", str(tmp_path / "late_two.py")).exec_module(module)
-    with pytest.raises(ValueError, match="broken"):
-        _ = module.anything
+    for _ in range(2):
+        with pytest.raises(ValueError, match="broken"):
+            _ = module.anything
+
+
+def test_a_late_package_runs_before_its_submodules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a submodule that is imported first, and needs the package, is only half there when the package runs."""
+    folder = tmp_path / "late_pack"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("number = 7\nfrom late_pack.part import doubled\n", encoding="utf-8")
+    (folder / "part.py").write_text("from late_pack import number\ndoubled = [2 * number]\n", encoding="utf-8")
+    (folder / "other.py").write_text("from late_pack import doubled\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(lazy_packages, "LATE", ("late_pack",))
+    kept = list(sys.meta_path)
+    try:
+        install()
+        part = importlib.import_module("late_pack.part")
+        package, other = importlib.import_module("late_pack"), importlib.import_module("late_pack.other")
+        assert part.doubled == [14] and part is package.part
+        assert part.doubled is package.doubled is other.doubled, "the submodule ran once"
+        assert isinstance(part.__spec__.loader, SourceFileLoader) and part.__spec__.origin == str(folder / "part.py")
+    finally:
+        sys.meta_path[:] = kept
+        for name in ("late_pack", "late_pack.part", "late_pack.other"):
+            sys.modules.pop(name, None)
 
 
 CALLED = """
