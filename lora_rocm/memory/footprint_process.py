@@ -47,15 +47,18 @@ class FootprintProcess:
     """Counts the step of a recipe, for the largest shape that the recipe allows, and lists its kernels.
 
     It starts before the dtype is known, because its imports take half of its time.
+
+    ``counts``: whether the memory was not counted before. Otherwise only the kernels are listed, without a second
+    process.
     """
 
-    def __init__(self, recipe: Path) -> None:
+    def __init__(self, recipe: Path, counts: bool = True) -> None:
         self._recipe = recipe
         self._asked: CountRequest | None = None
         self._launches: StepLaunches | None = None
         self._reader = threading.Thread(target=self._read, daemon=True, name="launches")
         self._sender = threading.Thread(target=self._send_on, daemon=True, name="recomputed")
-        self._other = _begun(RecomputedJob(recipe)) if has_room_for_two() else None
+        self._other = _begun(RecomputedJob(recipe)) if counts and has_room_for_two() else None
         self._child = _begun(CountJob(recipe, is_shared=self._other is not None))
 
     def ask(self, request: CountRequest) -> None:

@@ -28,12 +28,11 @@ from lora_rocm.processes.model_table import MODULE as MODEL_TABLE
 from lora_rocm.processes.model_table import use_kept_table
 from lora_rocm.processes.optional_packages import (
     DISTRIBUTIONS,
-    LATE,
+    SCHEDULERS,
     WITH_CALLS,
-    AfterLateLoader,
     CallsLoader,
     DistributionsLoader,
-    LateLoader,
+    UsesLoader,
     hide,
 )
 
@@ -70,22 +69,18 @@ class _Finder(MetaPathFinder):
             **dict.fromkeys(packages, _Loader),
             **dict.fromkeys(WITH_CALLS, CallsLoader),
             **dict.fromkeys(DISTRIBUTIONS, DistributionsLoader),
-            **dict.fromkeys(LATE, LateLoader),
         }
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        is_in_late = fullname.rpartition(".")[0] in LATE
-        if fullname not in self._loaders and not is_in_late:
+        loader = UsesLoader if fullname.startswith(SCHEDULERS) else self._loaders.get(fullname)
+        if loader is None:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None and is_in_late:
-            spec.loader = AfterLateLoader(spec.loader)
-            return spec
         if spec is None or not isinstance(spec.loader, SourceFileLoader):
             return None
-        spec.loader = self._loaders[fullname](spec.loader.name, spec.loader.path)
+        spec.loader = loader(spec.loader.name, spec.loader.path)
         return spec
 
 

@@ -4,9 +4,10 @@ Such a package may take a second to import, or fail because it was built for ano
 For Python a hidden package is not installed: ``import`` raises ``ModuleNotFoundError``, and ``find_spec`` returns None.
 ``sys.modules`` has no entry for it: SciPy, MLflow and einops call a package as soon as its name is there.
 
-Three things are postponed until somebody needs them. Modules of SciPy run when they are used (``LATE``). The
-losses of transformers' other models are imported when they are called (``WITH_CALLS``). ``diffusers`` asks at its
-import which distribution each package is from, for which Python reads the file lists of all of them (``LateMap``).
+Three things are postponed until somebody needs them. Schedulers of diffusers import SciPy when they use it
+(``SCHEDULERS``). The losses of transformers' other models are imported when they are called (``WITH_CALLS``).
+``diffusers`` asks at its import which distribution each package is from, for which Python reads the file lists of all
+of them (``LateMap``).
 """
 
 from __future__ import annotations
@@ -16,12 +17,9 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property, wraps
 from importlib import import_module
-from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, SourceFileLoader
-from threading import RLock
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING
 
@@ -42,14 +40,15 @@ HIDDEN = (
     "torchaudio", "soundfile", "soxr", "librosa", "torchvision",
 )  # fmt: skip
 """Packages that no process of this program calls."""
-LATE = ("scipy.stats", "scipy.integrate")
-"""Modules that are imported at the top of files of which a run uses something else."""
+SCHEDULERS = "diffusers.schedulers.scheduling_"
+"""Beginning of the names of modules that import SciPy at their top, and use it for few values of their config."""
 WITH_CALLS = ("transformers.loss.loss_utils",)
 """Modules that import functions from each of their submodules, only to list them in a table."""
 DISTRIBUTIONS = ("diffusers.utils.import_utils",)
 """Modules that ask for the distributions of all packages when they are imported."""
 ON_CALL = "__on_call__"
-"""Name in the changed source of the function that makes a replacement."""
+ON_USE = "__on_use__"
+"""Names in the changed source of the function and the class that make a replacement."""
 
 
 class _Hiding:
@@ -82,52 +81,59 @@ def show() -> None:
     sys.meta_path[:] = [finder.finder if isinstance(finder, _Hiding) else finder for finder in sys.meta_path]
 
 
-class LateLoader(SourceFileLoader):
-    """Runs a module when a name is read that it defines. ``importlib.util.LazyLoader`` runs it at its second import."""
+class _OnUse:
+    """Is in place of a module, which it imports when an attribute is read."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        module = import_module(self._module)
+        if not hasattr(module, name):
+            import_module(f"{self._module}.{name}")
+        found: object = getattr(module, name)
+        return found
+
+
+class UsesLoader(SourceFileLoader):
+    """Runs a scheduler's module, in which SciPy is imported when it is used."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        tree = _Using().visit(ast.parse(self.get_data(self.path), self.path))
+        return compile(ast.fix_missing_locations(tree), self.path, "exec", dont_inherit=True)
 
     def exec_module(self, module: ModuleType) -> None:
-        lock, run, running = RLock(), super().exec_module, list[bool]()
-
-        def read(name: str) -> object:
-            with lock:  # other threads wait until the module has run
-                if not running and vars(module).get("__getattr__") is read:
-                    running.append(True)
-                    try:
-                        run(module)
-                    finally:  # after an error, the next reader gets the same error
-                        running.clear()
-                    if vars(module).get("__getattr__") is read:  # it may define its own
-                        del module.__getattr__
-            if "__getattr__" not in vars(module) or vars(module)["__getattr__"] is not read:
-                return getattr(module, name)
-            if name not in vars(module):  # the module itself, while it runs
-                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
-            return vars(module)[name]
-
-        setattr(module, "__getattr__", read)  # noqa: B010 - of a module, which mypy knows no attributes of
+        setattr(module, ON_USE, _OnUse)
+        super().exec_module(module)
 
 
-class AfterLateLoader(Loader):
-    """Runs a late module before its submodule, as Python does. It may import the submodule itself, which then has run.
+class _Using(ast.NodeTransformer):
+    """Replaces the imports of SciPy in a block ``if is_scipy_available()`` at the top level of a module."""
 
-    ``loader``: Python's own loader of the submodule.
-    """
+    def visit_If(self, node: ast.If) -> ast.If:
+        match node.test:
+            case ast.Call(ast.Name("is_scipy_available")):
+                node.body = [made for each in node.body for made in self._late(each)]
+        return node
 
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-        self._found: ModuleType | None = None
+    def _late(self, node: ast.stmt) -> list[ast.stmt]:
+        match node:
+            case ast.Import(names) if all(alias.asname is None for alias in names):
+                wanted = {alias.name.partition(".")[0]: alias.name.partition(".")[0] for alias in names}
+            case ast.ImportFrom("scipy", names, 0):
+                wanted = {alias.asname or alias.name: f"scipy.{alias.name}" for alias in names}
+            case _:
+                return [node]
+        calls = {name: ast.Call(ast.Name(ON_USE, ast.Load()), [ast.Constant(it)], []) for name, it in wanted.items()}
+        made = [ast.Assign([ast.Name(name, ast.Store())], call) for name, call in calls.items()]
+        return [ast.copy_location(each, node) for each in made]
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        with suppress(AttributeError):  # raised while the late module runs
-            _ = sys.modules[spec.name.rpartition(".")[0]].__all__
-        self._found = sys.modules.get(spec.name)
-        return self._loader.create_module(spec) if self._found is None else self._found
+    def _unchanged(self, node: ast.AST) -> ast.AST:
+        return node
 
-    def exec_module(self, module: ModuleType) -> None:
-        assert module.__spec__ is not None
-        module.__loader__ = module.__spec__.loader = self._loader
-        if self._found is None:
-            self._loader.exec_module(module)
+    visit_Try = visit_With = visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _unchanged
 
 
 class CallsLoader(SourceFileLoader):

@@ -171,7 +171,7 @@ def _launches_of_step(start: StartContext) -> StepLaunches | None:
     if counting is None:
         if not can_help():
             return None
-        counting = FootprintProcess(recipe_to_train(start.session.run_dir))
+        counting = FootprintProcess(recipe_to_train(start.session.run_dir), counts=False)
         start.session.at_close.callback(counting.close)
         counting.ask(start.count_request)
     return counting.launches()

@@ -220,6 +220,15 @@ def test_two_processes_need_cores_and_memory(
     assert footprint_process.has_room_for_two() is two
 
 
+def test_a_process_that_only_lists_has_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(footprint_process, "has_room_for_two", lambda: True)
+    monkeypatch.setattr(footprint_process, "heavy_command", lambda *_, **__: [sys.executable, "-c", IS_SILENT])
+    both = [FootprintProcess(Path("a recipe.yaml"), counts=counts) for counts in (False, True)]
+    assert [process._other is not None for process in both] == [False, True]
+    for process in both:
+        process.close()
+
+
 def test_a_process_that_the_system_refuses_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object, **__: object) -> None:
         raise OSError(12, "Cannot allocate memory")
@@ -324,7 +333,8 @@ def test_launches_are_listed_also_where_the_memory_was_counted_before(
     made = list[Any]()
 
     class Listing:
-        def __init__(self, recipe: Path) -> None:
+        def __init__(self, recipe: Path, counts: bool) -> None:
+            assert not counts, "the memory is known"
             self.recipe, self.asked, self.is_closed = recipe, list[CountRequest](), False
             made.append(self)
 
@@ -345,7 +355,7 @@ def test_launches_are_listed_also_where_the_memory_was_counted_before(
     assert [each.asked for each in made] == ([[BF16]] if has_cores else [])
     session.at_close.close()
     assert all(each.is_closed for each in made), "no process outlives the run"
-    start.counting = Listing(tmp_path)
+    start.counting = Listing(tmp_path, counts=False)
     assert load_model._launches_of_step(start) == LISTED and not made[-1].asked, "the worker has asked it"
 
 

@@ -12,24 +12,20 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lora_rocm.processes import lazy_packages
 from lora_rocm.processes.lazy_packages import install
 from lora_rocm.processes.optional_packages import (
     DISTRIBUTIONS,
     HIDDEN,
-    LATE,
     ON_CALL,
     WITH_CALLS,
-    LateLoader,
     LateMap,
     _Standing,
+    _Using,
 )
 
 ROOT, SITE = Path(__file__).parents[2], Path(sysconfig.get_path("purelib"))
@@ -74,17 +70,13 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if importlib.util.find_spec(name) is not None:
             continue
         (folder / name).mkdir()
-        whole = "" if name == "scipy" else BROKEN  # SciPy imports its modules when they are asked for
-        (folder / name / "__init__.py").write_text(whole, encoding="utf-8")
+        (folder / name / "__init__.py").write_text(BROKEN, encoding="utf-8")
         metadata = folder / f"{name}-99.0.dist-info"
         metadata.mkdir()
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 99.0\n", encoding="utf-8")
         (metadata / "top_level.txt").write_text(name, encoding="utf-8")
         if name == "torch_npu":  # torch would load it
             (metadata / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:load", encoding="utf-8")
-    for name in LATE:
-        if (folder / name.split(".")[0]).is_dir():
-            folder.joinpath(*name.split(".")).with_suffix(".py").write_text(BROKEN, encoding="utf-8")
     return folder
 
 
@@ -146,58 +138,45 @@ def test_a_package_that_was_imported_is_not_hidden(monkeypatch: pytest.MonkeyPat
             del sys.modules[name]
 
 
-def test_a_late_module_runs_once_when_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if several threads use it first, and if it asks for its own names while it runs."""
-    file = tmp_path / "late_one.py"
-    file.write_text(
-        "import sys, time\nruns = globals().get('runs', 0) + 1\ntime.sleep(0.2)\n"
-        "early = hasattr(sys.modules[__name__], 'number')\nnumber = 7\n",
-        encoding="utf-8",
+SCIPY = """
+def ppf(q, a, b):
+    return q ** (a / b)
+beta = type("Beta", (), {"ppf": staticmethod(ppf)})
+"""
+DRAWN = """
+import sys
+from lora_rocm.processes import lazy_packages
+if sys.argv[1] == "installed":
+    lazy_packages.install()
+from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
+from diffusers.schedulers.scheduling_lms_discrete import LMSDiscreteScheduler, integrate
+before = sorted(name for name in sys.modules if name.startswith("scipy"))
+scheduler = DPMSolverMultistepScheduler(use_beta_sigmas=True)
+scheduler.set_timesteps(5)
+print([before, scheduler.sigmas.tolist(), integrate.quad(), LMSDiscreteScheduler.__module__])
+"""
+
+
+def test_a_scheduler_imports_scipy_when_it_uses_it(tmp_path: Path) -> None:
+    folder = tmp_path / "site"
+    for name, content in {"__init__": "", "stats": SCIPY, "integrate": "def quad():\n    return 7\n"}.items():
+        (folder / "scipy").mkdir(parents=True, exist_ok=True)
+        (folder / "scipy" / f"{name}.py").write_text(content, encoding="utf-8")
+    (folder / "scipy-99.0.dist-info").mkdir()
+    (folder / "scipy-99.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: scipy\nVersion: 99.0\n", encoding="utf-8"
     )
-    loader = LateLoader("late_one", str(file))
-    spec = importlib.util.spec_from_loader("late_one", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "late_one", module)
-    loader.exec_module(module)
-    assert module.__spec__ is spec and importlib.import_module("late_one") is module and "number" not in vars(module)
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(lambda _: module.number, range(4))) == [7] * 4
-    assert module.runs == 1 and module.early is False
-    with pytest.raises(AttributeError):
-        _ = module.missing
-
-
-def test_a_late_module_that_fails_says_so(tmp_path: Path) -> None:
-    (tmp_path / "late_two.py").write_text("raise ValueError('broken')", encoding="utf-8")
-    module = type(sys)("late_two")
-    LateLoader("late_two", str(tmp_path / "late_two.py")).exec_module(module)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="broken"):
-            _ = module.anything
-
-
-def test_a_late_package_runs_before_its_submodules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a submodule that is imported first, and needs the package, is only half there when the package runs."""
-    folder = tmp_path / "late_pack"
-    folder.mkdir()
-    (folder / "__init__.py").write_text("number = 7\nfrom late_pack.part import doubled\n", encoding="utf-8")
-    (folder / "part.py").write_text("from late_pack import number\ndoubled = [2 * number]\n", encoding="utf-8")
-    (folder / "other.py").write_text("from late_pack import doubled\n", encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(lazy_packages, "LATE", ("late_pack",))
-    kept = list(sys.meta_path)
-    try:
-        install()
-        part = importlib.import_module("late_pack.part")
-        package, other = importlib.import_module("late_pack"), importlib.import_module("late_pack.other")
-        assert part.doubled == [14] and part is package.part
-        assert part.doubled is package.doubled is other.doubled, "the submodule ran once"
-        assert isinstance(part.__spec__.loader, SourceFileLoader) and part.__spec__.origin == str(folder / "part.py")
-    finally:
-        sys.meta_path[:] = kept
-        for name in ("late_pack", "late_pack.part", "late_pack.other"):
-            sys.modules.pop(name, None)
+    env = {**os.environ, "LORA_ROCM_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(folder)}
+    found = []
+    for how in ("plain", "installed"):
+        done = subprocess.run(
+            [sys.executable, "-c", DRAWN, how], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        found.append(ast.literal_eval(done.stdout.splitlines()[-1]))
+    plain, late = found
+    assert plain[1:] == late[1:] and len(late[1]) == 6 and late[2] == 7
+    assert "scipy.stats" in plain[0] and late[0] == []
 
 
 CALLED = """
@@ -248,6 +227,12 @@ def test_the_modules_still_have_such_imports() -> None:
             file = SITE.joinpath(*name.split(".")[:-1], f"{submodule}.py")
             defined = [node.name for node in ast.parse(file.read_text("utf-8")).body if type(node) is ast.FunctionDef]
             assert shown == function and function in defined, "only a function may have a replacement"
+    schedulers = sorted((SITE / "diffusers" / "schedulers").glob("scheduling_*.py"))
+    sources = [ast.parse(file.read_text(encoding="utf-8")) for file in schedulers]
+    assert sum("scipy" in ast.unparse(tree) for tree in sources) > 5
+    for tree in sources:
+        body = ast.unparse(_Using().visit(tree))
+        assert not re.search(r"^\s*(import|from) scipy", body, re.MULTILINE)
     for name in DISTRIBUTIONS:
         assert "packages_distributions()" in SITE.joinpath(*name.split(".")).with_suffix(".py").read_text("utf-8")
 
