@@ -157,6 +157,7 @@ print([before, scheduler.sigmas.tolist(), integrate.quad(), LMSDiscreteScheduler
 """
 
 
+@pytest.mark.slow
 def test_a_scheduler_imports_scipy_when_it_uses_it(tmp_path: Path) -> None:
     folder = tmp_path / "site"
     for name, content in {"__init__": "", "stats": SCIPY, "integrate": "def quad():\n    return 7\n"}.items():
