@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from lora_rocm.device.kept_attention import attention_output
 from lora_rocm.hardware.settings import Settings
+from lora_rocm.processes.optional_packages import show
 
 Attend = Callable[..., Tensor]
 """Attention function: (query_BHSD, key_BHSD, value_BHSD, is_causal, scale) -> output_BHSD."""
@@ -161,6 +162,7 @@ def _library(module: str) -> Attend:
     Raises:
         ImportError: the package is not installed, or cannot be loaded.
     """
+    show((module,))
     function = import_module(module).flash_attn_func
 
     def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor:

@@ -30,16 +30,17 @@ HIDDEN = (
     # quantisation
     "bitsandbytes", "torchao", "hqq", "optimum", "gptqmodel", "auto_gptq", "awq", "aqlm", "eetq", "auto_round", "sdnq",
     "nunchaku", "modelopt", "compressed_tensors", "quark", "vptq", "fbgemm_gpu", "gguf", "neural_compressor",
-    # attention, kernels and devices; PyTorch's own attention is used, and tested
-    "xformers", "flash_attn", "flash_attn_interface", "sageattention", "flashinfer", "kernels", "causal_conv1d",
-    "mamba_ssm", "fla", "liger_kernel", "transformer_engine", "apex", "torch_npu", "torch_xla", "torch_mlu",
-    "torch_musa", "torch_neuronx", "torch_tpu", "torch_sdaa", "habana_frameworks",
+    # attention, kernels and devices; not those that give transformers' hybrid language models their fast paths
+    "xformers", "flash_attn", "flash_attn_interface", "sageattention", "flashinfer", "kernels", "liger_kernel",
+    "transformer_engine", "apex", "torch_npu", "torch_xla", "torch_mlu", "torch_musa", "torch_neuronx", "torch_tpu",
+    "torch_sdaa", "habana_frameworks",
     # distribution, services and other frameworks
     "deepspeed", "torchdistx", "boto3", "sagemaker", "tensorflow", "jax", "flax", "sklearn", "unsloth", "vllm",
     # sound; and images, which transformers would otherwise resize by torchvision or Pillow, whichever it finds
     "torchaudio", "soundfile", "soxr", "librosa", "torchvision",
 )  # fmt: skip
-"""Packages that no process of this program calls."""
+"""Packages that no process of this program calls. Only flash-attn may be asked for (``show``)."""
+_hidden = set[str]()
 SCHEDULERS = "diffusers.schedulers.scheduling_"
 """Beginning of the names of modules that import SciPy at their top, and use it for few values of their config."""
 WITH_CALLS = ("transformers.loss.loss_utils",)
@@ -54,13 +55,13 @@ ON_USE = "__on_use__"
 class _Hiding:
     """A finder of ``sys.meta_path`` that does not find hidden packages."""
 
-    def __init__(self, finder: MetaPathFinderProtocol, hidden: frozenset[str]) -> None:
-        self.finder, self._hidden = finder, hidden
+    def __init__(self, finder: MetaPathFinderProtocol) -> None:
+        self.finder = finder
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        return None if fullname in self._hidden else self.finder.find_spec(fullname, path, target)
+        return None if fullname in _hidden else self.finder.find_spec(fullname, path, target)
 
     def __getattr__(self, name: str) -> object:  # importlib.metadata asks finders for distributions
         return getattr(self.finder, name)
@@ -72,13 +73,14 @@ def hide(packages: Collection[str] = HIDDEN) -> None:
     torch would import a hidden one of another device as its backend, so it does not load backends by itself.
     """
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    _hidden.update(packages)
     if not any(isinstance(finder, _Hiding) for finder in sys.meta_path):
-        sys.meta_path[:] = [_Hiding(finder, frozenset(packages)) for finder in sys.meta_path]
+        sys.meta_path[:] = [_Hiding(finder) for finder in sys.meta_path]
 
 
-def show() -> None:
-    """Hide no package from now on, because foreign code is imported next."""
-    sys.meta_path[:] = [finder.finder if isinstance(finder, _Hiding) else finder for finder in sys.meta_path]
+def show(packages: Collection[str] = HIDDEN) -> None:
+    """Find these packages again: a recipe asks for one, or foreign code is imported next."""
+    _hidden.difference_update(packages)
 
 
 class _OnUse:

@@ -125,6 +125,43 @@ def test_a_hidden_package_is_missing_as_if_it_were_not_installed(monkeypatch: py
         sys.meta_path[:] = kept
 
 
+ASKED = """
+import sys
+from lora_rocm.processes import lazy_packages
+lazy_packages.install()
+import torch
+from importlib.util import find_spec
+from lora_rocm.device.attention import OTHERS
+before = find_spec("flash_attn")
+attend = OTHERS["flash"]()
+q = torch.ones(1, 2, 3, 4, dtype=torch.bfloat16)
+print([before is None, attend(q, q, q, False, 1.0).flatten()[0].item(), find_spec("xformers") is None])
+"""
+
+
+def test_a_package_that_a_recipe_asks_for_is_found(tmp_path: Path) -> None:
+    """``runtime.attention: flash`` is the package flash-attn."""
+    for name in ("flash_attn", "xformers"):
+        (tmp_path / f"{name}.py").write_text(
+            "def flash_attn_func(q, k, v, causal, softmax_scale):\n    return 7 * q\n", encoding="utf-8"
+        )
+    env = {**os.environ, "LORA_ROCM_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", ASKED], cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.stdout == "[True, 7.0, True]\n", done.stderr[-2000:]
+
+
+NAMED = re.compile(r"""(?:^\s*import |^\s*from |import_module\(["']|_library\(["'])(\w+)""", re.MULTILINE)
+
+
+def test_the_program_imports_no_hidden_package_but_the_one_that_it_shows() -> None:
+    sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / "lora_rocm").rglob("*.py")}
+    found = {name for source in sources.values() for name in NAMED.findall(source)}
+    assert {"torch", "aiter", "flash_attn"} <= found
+    assert found & set(HIDDEN) == {"flash_attn"}
+
+
 def test_a_package_that_was_imported_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     module = type(sys)("torchao")
     monkeypatch.setitem(sys.modules, "torchao", module)
