@@ -81,14 +81,17 @@ document.addEventListener("htmx:finally:request", (event) => {
   const { hx, request, sourceElement } = event.detail.ctx;
   if (request.method !== "GET" && !hx?.redirect) changing.delete(sourceElement);
 });
-addEventListener("pageshow", () => { changing.clear(); });
+addEventListener("pageshow", () => { changing.clear(); isLeaving = false; });
 
-// A page that leads on by itself, once what it waits for is there, is not one that Back leads to.
+// A page that leads on by itself, once what it waits for is there, is not one that Back leads to. It leads on once: on a
+// slow machine a second answer would abort the visit that the first one began.
+let isLeaving = false;
 document.addEventListener("htmx:before:response", (event) => {
   const { hx, request } = event.detail.ctx;
   if (request.method !== "GET" || !hx.redirect) return;
   event.preventDefault();
-  location.replace(hx.redirect);
+  if (!isLeaving) location.replace(hx.redirect);
+  isLeaving = true;
 });
 
 // An answer is not drawn over the answer to a later question.

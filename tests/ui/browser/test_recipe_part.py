@@ -174,8 +174,15 @@ def test_the_estimate_follows_and_training_starts(tab: Tab, recipe: Path, monkey
     page.get_by_role("heading", name="The run is starting").wait_for()
     assert tab.axe() == [] and "rank: 64" in recipe.read_text(encoding="utf-8")
     (made,) = [each for each in tab.server.context.launches.all() if recipe.stem in each.run_dir.name]
+    views = list[str]()  # the page is led on once: a second time would abort the first
+    page.on(
+        "request", lambda it: views.append(it.url) if it.is_navigation_request() and "/runs/view" in it.url else None
+    )
     tab.run(made.run_dir.name)
+    asks = "document.body.dispatchEvent(new CustomEvent('live:runs'))"
+    page.evaluate(f"for (let n = 0; n < 5; n++) setTimeout(() => {asks}, 15 * n)")
     page.wait_for_url("**/runs/view?*")
+    assert len(views) == 1
     exists.touch()
     assert made.process.wait(20) == 0
     page.go_back()  # not to the page that waited
