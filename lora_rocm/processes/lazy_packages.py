@@ -32,7 +32,7 @@ from lora_rocm.processes.optional_packages import (
     WITH_CALLS,
     CallsLoader,
     DistributionsLoader,
-    UsesLoader,
+    SchedulerLoader,
     hide,
 )
 
@@ -74,7 +74,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        loader = UsesLoader if fullname.startswith(SCHEDULERS) else self._loaders.get(fullname)
+        loader = SchedulerLoader if fullname.startswith(SCHEDULERS) else self._loaders.get(fullname)
         if loader is None:
             return None
         spec = PathFinder.find_spec(fullname, path, target)

@@ -39,7 +39,7 @@ HIDDEN = (
     # sound; and images, which transformers would otherwise resize by torchvision or Pillow, whichever it finds
     "torchaudio", "soundfile", "soxr", "librosa", "torchvision",
 )  # fmt: skip
-"""Packages that no process of this program calls. Only flash-attn may be asked for (``show``)."""
+"""Packages that this program does not call. A recipe may ask for flash-attn, and trackers find all (``show``)."""
 _hidden = set[str]()
 SCHEDULERS = "diffusers.schedulers.scheduling_"
 """Beginning of the names of modules that import SciPy at their top, and use it for few values of their config."""
@@ -84,7 +84,7 @@ def show(packages: Collection[str] = HIDDEN) -> None:
 
 
 class _OnUse:
-    """Is in place of a module, which it imports when an attribute is read."""
+    """Replaces a module, and imports it when an attribute is read."""
 
     def __init__(self, module: str) -> None:
         self._module = module
@@ -99,19 +99,7 @@ class _OnUse:
         return found
 
 
-class UsesLoader(SourceFileLoader):
-    """Runs a scheduler's module, in which SciPy is imported when it is used."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        tree = _Using().visit(ast.parse(self.get_data(self.path), self.path))
-        return compile(ast.fix_missing_locations(tree), self.path, "exec", dont_inherit=True)
-
-    def exec_module(self, module: ModuleType) -> None:
-        setattr(module, ON_USE, _OnUse)
-        super().exec_module(module)
-
-
-class _Using(ast.NodeTransformer):
+class LateSciPy(ast.NodeTransformer):
     """Replaces the imports of SciPy in a block ``if is_scipy_available()`` at the top level of a module."""
 
     def visit_If(self, node: ast.If) -> ast.If:
@@ -138,29 +126,7 @@ class _Using(ast.NodeTransformer):
     visit_Try = visit_With = visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _unchanged
 
 
-class CallsLoader(SourceFileLoader):
-    """Runs a module in which functions of submodules are replacements that import the function when they are called."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        tree = _Standing().visit(ast.parse(self.get_data(self.path), self.path))
-        return compile(ast.fix_missing_locations(tree), self.path, "exec", dont_inherit=True)
-
-    def exec_module(self, module: ModuleType) -> None:
-        def on_call(submodule: str, name: str) -> Callable[..., object]:
-            def replacement(*args: object, **kwargs: object) -> object:
-                found: Callable[..., object] = getattr(
-                    import_module(f"{module.__name__.rpartition('.')[0]}.{submodule}"), name
-                )
-                return found(*args, **kwargs)
-
-            replacement.__name__ = replacement.__qualname__ = name
-            return replacement
-
-        setattr(module, ON_CALL, on_call)
-        super().exec_module(module)
-
-
-class _Standing(ast.NodeTransformer):
+class LateFunctions(ast.NodeTransformer):
     """Replaces ``from .submodule import name`` at the top level of a module."""
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt | list[ast.stmt]:
@@ -176,6 +142,46 @@ class _Standing(ast.NodeTransformer):
         return node
 
     visit_If = visit_Try = visit_With = visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _unchanged
+
+
+class _ChangedLoader(SourceFileLoader):
+    """Runs a module whose source ``change`` has changed."""
+
+    change: type[ast.NodeTransformer]
+
+    def get_code(self, fullname: str) -> CodeType:
+        tree = self.change().visit(ast.parse(self.get_data(self.path), self.path))
+        return compile(ast.fix_missing_locations(tree), self.path, "exec", dont_inherit=True)
+
+
+class SchedulerLoader(_ChangedLoader):
+    """Runs a scheduler's module, which imports SciPy when it uses it."""
+
+    change = LateSciPy
+
+    def exec_module(self, module: ModuleType) -> None:
+        setattr(module, ON_USE, _OnUse)
+        super().exec_module(module)
+
+
+class CallsLoader(_ChangedLoader):
+    """Runs a module that imports functions of other modules when they are called."""
+
+    change = LateFunctions
+
+    def exec_module(self, module: ModuleType) -> None:
+        def on_call(submodule: str, name: str) -> Callable[..., object]:
+            def replacement(*args: object, **kwargs: object) -> object:
+                found: Callable[..., object] = getattr(
+                    import_module(f"{module.__name__.rpartition('.')[0]}.{submodule}"), name
+                )
+                return found(*args, **kwargs)
+
+            replacement.__name__ = replacement.__qualname__ = name
+            return replacement
+
+        setattr(module, ON_CALL, on_call)
+        super().exec_module(module)
 
 
 class LateMap(Mapping[str, list[str]]):

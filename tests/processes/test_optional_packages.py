@@ -23,9 +23,9 @@ from lora_rocm.processes.optional_packages import (
     HIDDEN,
     ON_CALL,
     WITH_CALLS,
+    LateFunctions,
     LateMap,
-    _Standing,
-    _Using,
+    LateSciPy,
 )
 
 ROOT, SITE = Path(__file__).parents[2], Path(sysconfig.get_path("purelib"))
@@ -258,7 +258,7 @@ def test_what_is_postponed_gives_the_same_when_it_is_needed(tmp_path: Path) -> N
 def test_the_modules_still_have_such_imports() -> None:
     for name in WITH_CALLS:
         tree = ast.parse(SITE.joinpath(*name.split(".")).with_suffix(".py").read_text(encoding="utf-8"))
-        made = ast.unparse(_Standing().visit(tree))
+        made = ast.unparse(LateFunctions().visit(tree))
         replaced = re.findall(rf"^(\w+) = {ON_CALL}\('(\w+)', '(\w+)'\)$", made, re.MULTILINE)
         assert len(replaced) > 5
         for shown, submodule, function in replaced:
@@ -269,7 +269,7 @@ def test_the_modules_still_have_such_imports() -> None:
     sources = [ast.parse(file.read_text(encoding="utf-8")) for file in schedulers]
     assert sum("scipy" in ast.unparse(tree) for tree in sources) > 5
     for tree in sources:
-        body = ast.unparse(_Using().visit(tree))
+        body = ast.unparse(LateSciPy().visit(tree))
         assert not re.search(r"^\s*(import|from) scipy", body, re.MULTILINE)
     for name in DISTRIBUTIONS:
         assert "packages_distributions()" in SITE.joinpath(*name.split(".")).with_suffix(".py").read_text("utf-8")
