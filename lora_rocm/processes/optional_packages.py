@@ -145,7 +145,7 @@ class LateFunctions(ast.NodeTransformer):
 
 
 class _ChangedLoader(SourceFileLoader):
-    """Runs a module whose source ``change`` has changed."""
+    """Runs a module after ``change`` has changed its source."""
 
     change: type[ast.NodeTransformer]
 
