@@ -10,16 +10,17 @@ self-test covers more shapes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from lora_rocm.checks.attention_layouts import IN_MODELS
 from lora_rocm.checks.kernel_proof import Proof
-from lora_rocm.checks.selftest_attention import DEFAULT, attention
+from lora_rocm.checks.selftest_attention import DEFAULT, Shapes, attention
 from lora_rocm.checks.selftest_base import NotHereError, WrongAnswerError, device_works, synchronize
 from lora_rocm.device.attention import ROUTES, enable, hold_out
 from lora_rocm.device.precision import FLOATS, describe
@@ -32,7 +33,7 @@ from lora_rocm.rundir.run_context import RunContext
 TRIED_ON = ("cuda",)
 TESTED_BY = ("attention_routes", "selftest_attention")
 """The modules with the test. A record is valid only for their code, and the code that they import from this package."""
-SHAPES = {64: ((1, 2, 80, 77, False),), 128: ((1, 2, 80, 80, True),)}
+SHAPES: dict[int, Shapes] = {64: ((1, 2, 80, 77, False),), 128: ((1, 2, 80, 80, True),)}
 """Test shapes (samples, heads, queries, keys, causal), keyed by head dimension. They are small enough that all routes
 take a few milliseconds.
 """
@@ -45,9 +46,15 @@ any other setting torch never chooses it, and loading it takes seconds.
 
 
 def checked_attention(
-    settings: Settings, device: torch.device, dtypes: Sequence[torch.dtype], context: RunContext
+    settings: Settings,
+    device: torch.device,
+    dtypes: Sequence[torch.dtype],
+    context: RunContext,
+    head_widths: Collection[int] = tuple(SHAPES),
 ) -> Settings:
-    """Test the routes that the settings allow, in each dtype, and disable the wrong ones.
+    """Test the routes that the settings allow, in each dtype and for each width of a head, and disable the wrong ones.
+
+    ``head_widths``: keys of ``SHAPES``.
 
     Return the settings without them. Routes are tested only on a GPU, and only where no earlier start found all of them
     correct. On every device, the canary tests the route that torch chooses.
@@ -61,23 +68,34 @@ def checked_attention(
     names = [name for name, dtype in FLOATS.items() if dtype in dtypes]
     never_taken = set() if settings.attention in CUDNN_WAYS else {"cudnn"}
     enabled = [route for route in ROUTES if _is_enabled(route) and route not in never_taken]
-    about = f"attention of {describe(device)}: {settings.attention}, {', '.join(enabled)}, {', '.join(names)}"
+    of_widths = {width: shapes for width, shapes in SHAPES.items() if width in head_widths}
+    about = (
+        f"attention of {describe(device)}: {settings.attention}, {', '.join(enabled)}, {', '.join(names)}, "
+        f"{', '.join(map(str, of_widths))}"
+    )
     proof = Proof(dtypes[0], about, TESTED_BY, folder=Path(__file__).parent)
     if proof.is_known:
         return settings
-    found = _tested(enabled, names, settings, device, context)
+    found = _tested(enabled, partial(_fault, device=device, dtypes=names, shapes=of_widths), settings, device, context)
     if found is settings:
         proof.keep()
     return found
 
 
 def _tested(
-    enabled: Sequence[str], names: Sequence[str], settings: Settings, device: torch.device, context: RunContext
+    enabled: Sequence[str],
+    fault_of: Callable[[str], str | None],
+    settings: Settings,
+    device: torch.device,
+    context: RunContext,
 ) -> Settings:
-    """Return the settings without wrong routes, or the same object if all enabled routes are correct."""
+    """Return the settings without wrong routes, or the same object if all enabled routes are correct.
+
+    ``fault_of``: tests a route, as ``_fault`` does.
+    """
     wrong, right = dict[str, str](), list[str]()
     for route in enabled:
-        fault = _fault(route, device, names)
+        fault = fault_of(route)
         if fault is None:
             continue
         if fault == "":
@@ -103,7 +121,7 @@ def _tested(
         settings = replace(settings, attention="math")  # the memory plan has to know that nothing is fused
         enable(settings)
     # Try torch's own choice among the remaining routes
-    fault = _fault(DEFAULT, device, names)
+    fault = fault_of(DEFAULT)
     if fault:
         raise _none_right(
             "The attention route that torch chooses gives wrong results on this device.", {**wrong, DEFAULT: fault}
@@ -119,15 +137,15 @@ def _holds_out(settings: Settings) -> bool:
     return not (settings.flash_attention and settings.efficient_attention and settings.cudnn_attention)
 
 
-def _fault(route: str, device: torch.device, dtypes: Sequence[str]) -> str | None:
+def _fault(route: str, device: torch.device, dtypes: Sequence[str], shapes: Mapping[int, Shapes]) -> str | None:
     """Test a route; return its first fault, "" if all results are correct, or None if torch has no such route here."""
     tried = False
     for dtype in dtypes:
-        for head_dim, shapes in SHAPES.items():
+        for head_dim, of_width in shapes.items():
             try:
                 with torch.autocast(device.type, enabled=False), torch.enable_grad(), _any_algorithm():
                     for layouts, gradients in IN_MODELS.items():
-                        how = (device, route, dtype, head_dim, shapes)
+                        how = (device, route, dtype, head_dim, of_width)
                         attention(*how, scale=SCALE, layouts=layouts, of_gradient=gradients)
                     synchronize(device)  # so that a fault is attributed to this route
                 tried = True

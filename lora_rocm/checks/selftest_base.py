@@ -8,7 +8,7 @@ by another power of two, which is exact, so that the previous variant's answer i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +39,42 @@ class Check:
     """Maximum duration in seconds. The first check of a group gets more, as it may compile kernels (see
     ``supervisor.selftest_runner``).
     """
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Known answers of several results of one call, float64 on the CPU.
+
+    largest, norms: the largest magnitude and the norm of each one.
+    """
+
+    tensors: tuple[Tensor, ...]
+    flat_N: Tensor
+    largest: Tensor
+    norms: Tensor
+
+    @classmethod
+    def of(cls, *tensors: Tensor) -> Answers:
+        flat = [tensor.double().flatten() for tensor in tensors]
+        return cls(tensors, torch.cat(flat), *_sizes(flat))
+
+
+def all_right(found: Sequence[Tensor], answers: Answers, tolerance: float, norm_tolerance: float) -> bool:
+    """Whether ``judge`` and ``judge_norm`` accept all results. The results are copied to the CPU at once.
+
+    For the tolerances see ``judge`` and ``judge_norm``.
+    """
+    if [part.shape for part in found] != [answer.shape for answer in answers.tensors]:
+        return False
+    got_N = torch.cat([part.detach().flatten() for part in found]).to("cpu").double()
+    largest, norms = _sizes((got_N - answers.flat_N).split([answer.numel() for answer in answers.tensors]))
+    # Written so that NaN is wrong, too
+    return bool((largest <= tolerance * answers.largest).all() and (norms <= norm_tolerance * answers.norms).all())
+
+
+def _sizes(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the largest magnitude and the norm of each part."""
+    return torch.stack([part.abs().max() for part in parts]), torch.stack([part.norm() for part in parts])
 
 
 def first_wrong(checks: Iterable[Check]) -> tuple[str, WrongAnswerError] | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from threading import Thread
 from typing import Any, Literal
 
 import torch
@@ -29,6 +30,24 @@ def triton_version() -> str | None:
         except PackageNotFoundError:
             continue
     return None
+
+
+def hash_triton() -> Thread:
+    """Let a thread hash Triton's files. Every process needs the hash before its first kernel, which takes 0.4 s.
+
+    It imports parts of Triton, so no other thread may be importing it. Return the thread.
+    """
+    thread = Thread(target=_hash_triton, daemon=True, name="hash")
+    thread.start()
+    return thread
+
+
+def _hash_triton() -> None:
+    try:
+        from triton.runtime.cache import triton_key
+    except ImportError:  # before Triton 3.5 it is in another module
+        return
+    triton_key()
 
 
 def refusal(device: torch.device) -> str | None:

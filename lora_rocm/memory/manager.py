@@ -28,7 +28,7 @@ from lora_rocm.foundation.units import size_text
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.kernels.backend import Implementation
 from lora_rocm.memory.footprint import counted, measured_rates
-from lora_rocm.planning.step_choice import choose, smallest
+from lora_rocm.planning.step_choice import choose, has_ample_room, smallest
 from lora_rocm.planning.step_plan import Footprint, Mode, Plan, Rates, StepChoice, StepRequirements, correction, planned
 from lora_rocm.planning.step_requirements import does_not_fit, job_of, plan_text
 from lora_rocm.recipe.schema import Recipe
@@ -292,7 +292,7 @@ def decide(
         shape: shape of the run's largest samples.
         context: receives a notice when a feature is disabled.
         shapes: number of different shapes of the run's samples.
-        wait: waits for a process that counts the step's memory. Meanwhile the GPU is measured.
+        wait: waits for a process that counts the step's memory.
 
     Raises:
         UserError: "does-not-fit", the smallest plan exceeds the budget.
@@ -304,9 +304,11 @@ def decide(
         return MemoryManager(job, "keep" not in job.modes, asked, context)
     room = partial(room_bytes, device, settings, steady=recipe.runtime.deterministic) if on_gpu else None
     budget_bytes = room() if room is not None else None  # before the measurement below takes memory
-    rates = rates_here(recipe, device, dtype, settings)
     wait()
     footprint = counted(recipe, family, dtype, settings, shape, on_gpu)
+    # Measuring takes a second, so it is left out where it cannot change the choice
+    is_ample = budget_bytes is not None and has_ample_room(budget_bytes, footprint, job)
+    rates = Rates() if is_ample else rates_here(recipe, device, dtype, settings)
     memory = choose_from(recipe, footprint, job, budget_bytes, context, rates)
     memory.room = room
     return memory

@@ -18,6 +18,10 @@ from lora_rocm.planning.step_plan import (
 )
 
 
+AMPLE_SHARE = 0.5
+"""Part of a budget in which everything is kept without a measurement of the GPU's rates."""
+
+
 @dataclass(frozen=True)
 class PassVariant:
     """The settings of a choice that do not depend on the blocks, and whether passes are captured as graphs."""
@@ -92,6 +96,18 @@ class PlanMemory:
 def choose(budget_bytes: int | None, footprint: Footprint, job: StepRequirements, rates: Rates) -> Plan | None:
     """Return the fastest plan within the budget, or None if no plan fits. See ``PlanMemory.choose``."""
     return PlanMemory(footprint, job, rates).choose(budget_bytes)
+
+
+def has_ample_room(budget_bytes: int, footprint: Footprint, job: StepRequirements) -> bool:
+    """Whether everything can be kept in a part of the budget (``AMPLE_SHARE``). No other plan is faster, at any rates.
+
+    The rest of the budget is for activations that a measured pass shows in addition.
+    """
+    if "keep" not in job.modes:
+        return False
+    [choice] = choices_of("keep", footprint, job, Rates(), PassVariant(job.graphs, False, False))
+    needed_bytes = planned("keep", job.min_parts, choice, footprint, job, Rates()).needed_bytes
+    return needed_bytes <= AMPLE_SHARE * budget_bytes
 
 
 def smallest(footprint: Footprint, job: StepRequirements, rates: Rates) -> Plan:

@@ -74,7 +74,9 @@ class OpenedDevice:
             self._dtype = dtype
             self._is_open.set()
             # Before the first encoder computes with it
-            self._found = checked_attention(settings, device, (dtype, torch.float32), self._context)
+            self._found = checked_attention(
+                settings, device, (dtype, torch.float32), self._context, recipe.spec.head_widths
+            )
         except Exception as error:  # edge: raised again in the thread that asks for the result
             self._found = error
         finally:

@@ -21,7 +21,7 @@ from lora_rocm.encoded_cache.encode_session import Encoding
 from lora_rocm.errors import DataError
 from lora_rocm.families.base import ModelFamily, family_for
 from lora_rocm.foundation.units import count_text
-from lora_rocm.kernels.backend import available
+from lora_rocm.kernels.backend import available, hash_triton
 from lora_rocm.loader.batches import BatchPlan, Prepared, open_workers, prepare
 from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.optim.schedule import length_text
@@ -129,10 +129,14 @@ def prepare_without_training(start: StartContext, opened: OpenedDevice | None = 
 
 
 def _begin_helpers(start: StartContext) -> AbstractContextManager[KernelCompilers | None]:
-    """Let the counting process count, and return a context with processes that compile, if this start needs any.
+    """Let the counting process count and a thread hash Triton, and return a context with processes that compile.
+
+    The context has no processes if this start needs none.
 
     They work while the base is checked. Call this only when its files are there: a download may take hours.
     """
+    if available(start.device) and start.settings.triton:
+        hash_triton()
     if start.counting is not None and available(start.device):  # the process sees no GPU, and counts Triton kernels
         start.counting.ask(start.count_request)
     return compilers_of(start)

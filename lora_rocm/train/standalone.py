@@ -30,7 +30,7 @@ def start_device(recipe: Recipe) -> tuple[torch.device, Settings]:
     apply(settings, device)
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
     told = RunContext(emit=lambda event: emit(event) if isinstance(event, NoticeEvent) else None)
-    return device, checked_attention(settings, device, (dtype, torch.float32), told)
+    return device, checked_attention(settings, device, (dtype, torch.float32), told, recipe.spec.head_widths)
 
 
 def open_transfer(device: torch.device, settings: Settings) -> DeviceTransfer:

@@ -182,7 +182,7 @@ def test_a_fault_for_one_layout_of_the_gradient_is_found(
 def test_cudnn_is_tried_where_torch_may_choose_it(way: str, is_tried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     routes = list[str]()
 
-    def fault(route: str, *_: object) -> str:
+    def fault(route: str, **_: object) -> str:
         routes.append(route)
         return ""
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from lora_rocm.checks import attention_routes
 from lora_rocm.checks.attention_routes import checked_attention
@@ -20,6 +21,7 @@ from lora_rocm.checks.selftest_attention import attention_checks
 from lora_rocm.device.attention import context_of
 from lora_rocm.device.backend_settings import apply
 from lora_rocm.errors import CanaryError, MachineError, StoppedError
+from lora_rocm.families.base import family_for
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.hardware.software_stack import STACK
 from lora_rocm.rules import mitigation_store
@@ -27,10 +29,11 @@ from lora_rocm.rules.environment import plan
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_context import RunContext
 from lora_rocm.supervisor.hang_detection import LIMITS
-from lora_rocm.train import pipeline, standalone, worker
+from lora_rocm.train import dry_run, pipeline, standalone, worker
 from tests.event_lines import read_events
 from tests.hardware.situations import situation
 from tests.rules.test_environment import recipe
+from tests.tiny_models import tiny_recipe
 from tests.train.runs import run_dir
 from tests.wording import says
 
@@ -187,6 +190,43 @@ def test_routes_that_an_earlier_start_found_right_are_not_tried_again(
     calls.clear()
     checked_attention(Settings(), CPU, (torch.float32,), RunContext(emit=lambda event: None))
     assert calls, "the dtype counts"
+
+
+def test_attention_is_tried_with_the_widths_of_the_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found right for one width is not recorded for another one."""
+    monkeypatch.setenv("LORA_ROCM_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv(STACK, "driver 1, GPU 1")
+    widths = set[int]()
+
+    def stand_in(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        widths.add(query.shape[-1])
+        return REAL(query, *args, **kwargs)
+
+    def tried(*head_widths: int) -> set[int]:
+        widths.clear()
+        checked_attention(PLANNED, CPU, (torch.float32,), RunContext(emit=lambda event: None), head_widths)
+        return set(widths)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", stand_in)
+    assert [tried(64), tried(64), tried(64, 128), tried(128)] == [{64}, set(), {64, 128}, {128}]
+
+
+@pytest.mark.parametrize("family", ["sdxl", "z-image"])
+def test_the_widths_of_a_family_are_those_of_its_published_base(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the trained component and of the encoders. The VAE's only head is wider."""
+    monkeypatch.setattr(dry_run, "RandomSource", Path)  # only bases without random weights are checked
+    recipe = tiny_recipe("random:", model={"family": family})
+    widths = set[int]()
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is F.scaled_dot_product_attention:
+                widths.add((args[0] if args else kwargs["query"]).shape[-1])
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        dry_run.require_computable(family_for(recipe), recipe)
+    assert widths - {512} == set(recipe.spec.head_widths)
 
 
 def test_plain_attention_alone_is_tried_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from lora_rocm.dataset.shape import SampleShape
+from lora_rocm.errors import UserError
 from lora_rocm.families.base import family_for
 from lora_rocm.hardware.settings import VARIABLE, Settings, settings_from
 from lora_rocm.memory import footprint, footprint_process, manager
@@ -311,18 +312,22 @@ def test_loading_waits_only_for_its_own_shape_and_reads_the_base_meanwhile(
     assert process.calls == [*calls, "decide"]
 
 
-def test_the_gpu_is_measured_while_the_memory_is_counted(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And its room is read before, because libraries take memory at their first use."""
+@pytest.mark.parametrize(("budget_bytes", "is_measured"), [(2**40, False), (2**28, True)])
+def test_the_gpu_is_measured_where_its_rates_matter(
+    budget_bytes: int, is_measured: bool, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its room is read before, because libraries take memory at their first use."""
     calls = list[str]()
-    monkeypatch.setattr(manager, "room_bytes", lambda *_, **__: calls.append("room") or 2**40)
+    monkeypatch.setattr(manager, "room_bytes", lambda *_, **__: calls.append("room") or budget_bytes)
     monkeypatch.setattr(manager, "rates_here", lambda *_: calls.append("rates") or Rates())
     kept = manager.counted
     monkeypatch.setattr(manager, "counted", lambda *given: calls.append("counted") or kept(*given))
     monkeypatch.setattr(manager, "shares_main_memory", lambda device: False)
     gpu, family = torch.device("cuda"), family_for(recipe)
     how = (recipe, family, gpu, torch.bfloat16, Settings(triton=False), largest_of(recipe), mock.MagicMock())
-    manager.decide(*how, wait=lambda: calls.append("wait"))
-    assert calls == ["room", "rates", "wait", "counted"]
+    with suppress(UserError):  # the smaller budget does not fit
+        manager.decide(*how, wait=lambda: calls.append("wait"))
+    assert calls == ["room", "wait", "counted", *(["rates"] if is_measured else [])]
 
 
 @pytest.mark.parametrize("has_cores", [True, False])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_rocm.hardware.eight_bit import NVIDIA, rate_of
-from lora_rocm.planning.step_choice import PlanMemory, by_worth, choose, parts_of, plans_of, smallest, spread, table
+from lora_rocm.planning.step_choice import PlanMemory, by_worth, choose, has_ample_room, parts_of, plans_of, smallest, spread, table
 from lora_rocm.planning.step_plan import (
     GRAPH_BYTES,
     IN_FLIGHT,
@@ -304,6 +304,25 @@ def test_more_memory_is_never_slower_and_no_plan_is_over_the_budget(
         assert large is not None and large.step_s <= small.step_s
     if large is not None:
         assert free.step_s <= large.step_s
+
+
+@given(blocks, jobs, budgets, st.builds(Rates, *(st.floats(1e9, 1e15) for _ in range(5)), st.floats(0, 1e-3)))
+def test_with_ample_room_everything_is_kept_at_any_rates(
+    drawn: list[tuple[int, int, int]], job: StepRequirements, budget: int, rates: Rates
+) -> None:
+    net = footprint_of(drawn)
+    if has_ample_room(budget * MIB, net, job):
+        fastest = choose(budget * MIB, net, job, rates)
+        kept = next(plans_of("keep", job.min_parts, net, job, rates))
+        assert fastest is not None and kept.step_s == fastest.step_s and kept.graphs == job.graphs
+        assert kept.needed_bytes <= budget * MIB / 2
+
+
+def test_room_is_ample_up_to_half_of_the_budget() -> None:
+    net, job = row_of_blocks([10 * MIB, 20 * MIB]), StepRequirements()
+    needed = next(plans_of("keep", 1, net, job, RATES)).needed_bytes
+    assert has_ample_room(2 * needed, net, job) and not has_ample_room(2 * needed - 2, net, job)
+    assert not has_ample_room(2**50, net, replace(job, modes=("recompute",)))
 
 
 @given(blocks, jobs, budgets)

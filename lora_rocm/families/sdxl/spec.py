@@ -28,6 +28,7 @@ SPEC = FamilySpec(
     component="unet",
     samplers=ALL_SAMPLERS,
     trains_norms=True,
+    head_widths=(64,),
     text_components=("text_encoder", "text_encoder_2"),
     embedding_keys={"text_encoder": "clip_l", "text_encoder_2": "clip_g"},
     axes=image_axes(multiple=8, per_token=16),

@@ -35,6 +35,7 @@ SPEC = FamilySpec(
     axes=image_axes(multiple=16, per_token=16),
     guidance=4.0,
     fp16="never",
+    head_widths=(128,),
     metadata=FileMetadata(
         base_version="zimage",
         architecture="z-image/lora",
