@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import json
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -80,6 +80,21 @@ def defaults_of(cls: Any) -> dict[str, Any]:
     config = cls.config_class
     declared_fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
     return {each.name: each.default for each in declared_fields if each.default is not dataclasses.MISSING}
+
+
+def with_defaults(
+    cls: Any,  # untyped: a class of diffusers or transformers
+    values: Mapping[str, object],
+) -> dict[str, object]:
+    """Return the values of a component's config as its class reads them: with defaults, and with today's key names.
+
+    Raises:
+        An exception of the library: it does not accept a value.
+    """
+    if _of_diffusers(cls):
+        return {**defaults_of(cls), **values}
+    read: dict[str, object] = cls.config_class.from_dict(dict(values)).to_dict()
+    return read
 
 
 def new_meta_component(cls: Any, finish: Finish, config: str) -> nn.Module:

@@ -229,8 +229,8 @@ class FamilySpec:
         formats: supported values of ``output.formats``, the default first.
         conversions: additional formats, which only ``lora-rocm export`` writes.
         fp16: the part of the model that can run in fp16, see ``Fp16``.
-        head_widths: widths of a head for which a start tests attention (``checks.attention_routes.SHAPES``). A family
-            names those of its published bases, because each one takes a second on a new machine.
+        head_widths: widths of a head for which a start tests attention (``checks.attention_routes.SHAPES``). A new
+            machine needs a second for each width, so a family may list the widths of its published base.
         trains_norms: whether ``lora.train_norms`` is supported. Other programs can then read the norms from the LoRA
             file.
         metadata: metadata entries of the family's LoRA files.

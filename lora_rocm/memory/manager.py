@@ -183,7 +183,8 @@ class MemoryManager:
         """Run one pass with zeros of the largest shape before the first step, and measure its memory.
 
         The measurement corrects the estimates. The plan is replaced if it does not fit, or if another one is faster. A
-        plan that runs out of memory is replaced at once. Does nothing if memory is not planned.
+        plan that runs out of memory is replaced at once. Does nothing if memory is not planned, or if there is ample
+        room for everything (``has_ample_room``).
 
         Args:
             family: the model's family.
@@ -192,6 +193,10 @@ class MemoryManager:
             run: runs one forward and backward pass. The caller drops its gradients.
         """
         if self.plan is None or self.footprint is None:
+            return
+        if self.room is not None:
+            self.budget_bytes = self.room()
+        if self.budget_bytes is not None and has_ample_room(self.budget_bytes, self.footprint, self.job):
             return
         for _ in range(TRIES):
             peak_bytes = self._peak(family, transfer, run, self.plan.rows)
@@ -306,7 +311,7 @@ def decide(
     budget_bytes = room() if room is not None else None  # before the measurement below takes memory
     wait()
     footprint = counted(recipe, family, dtype, settings, shape, on_gpu)
-    # Measuring takes a second, so it is left out where it cannot change the choice
+    # Measuring takes a second, so it is skipped where it cannot change the choice
     is_ample = budget_bytes is not None and has_ample_room(budget_bytes, footprint, job)
     rates = Rates() if is_ample else rates_here(recipe, device, dtype, settings)
     memory = choose_from(recipe, footprint, job, budget_bytes, context, rates)

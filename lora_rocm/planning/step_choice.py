@@ -17,7 +17,6 @@ from lora_rocm.planning.step_plan import (
     seconds,
 )
 
-
 AMPLE_SHARE = 0.5
 """Part of a budget in which everything is kept without a measurement of the GPU's rates."""
 

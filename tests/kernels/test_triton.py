@@ -75,6 +75,14 @@ def too_far(off: dict[str, float]) -> list[str]:
     return [name for name, far in off.items() if not far <= TOLERANCE[name.rpartition(" ")[2]]]
 
 
+def test_a_thread_hashes_triton_before_the_first_kernel_needs_it() -> None:
+    from triton.runtime.cache import triton_key
+
+    triton_key.cache_clear()
+    backend.hash_triton().join()
+    assert triton_key.cache_info().currsize == 1
+
+
 @pytest.mark.slow  # tests/machine_code runs the same in the emulator
 def test_kernels_equal_their_plain_forms_in_the_interpreter() -> None:
     off = twins("cpu", "few", TRITON_INTERPRET="1")

@@ -211,6 +211,18 @@ def test_a_pass_as_it_was_counted_changes_nothing(footprint: Footprint, monkeypa
     assert machine.memory.job.correction == pytest.approx(1.0, rel=1e-3)
 
 
+@pytest.mark.parametrize("is_ample_still", [True, False])
+def test_no_pass_is_run_where_there_is_ample_room(
+    is_ample_still: bool, footprint: Footprint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless other programs have taken it since the plan was chosen."""
+    memory = memory_of(footprint, 4 * needs(footprint))
+    machine = Machine(monkeypatch, memory, 1.0, needs(footprint))
+    memory.room = lambda: (4 if is_ample_still else 1) * needs(footprint)
+    machine.probe()
+    assert machine.passes == (0 if is_ample_still else 1)
+
+
 @pytest.mark.parametrize("factor", [1.3, 1.8, 2.5])
 def test_a_pass_that_runs_out_of_memory_ends_in_a_plan_that_does_not(
     footprint: Footprint, monkeypatch: pytest.MonkeyPatch, factor: float

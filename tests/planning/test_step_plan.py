@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_rocm.hardware.eight_bit import NVIDIA, rate_of
-from lora_rocm.planning.step_choice import PlanMemory, by_worth, choose, has_ample_room, parts_of, plans_of, smallest, spread, table
+from lora_rocm.planning.step_choice import (
+    PlanMemory,
+    by_worth,
+    choose,
+    has_ample_room,
+    parts_of,
+    plans_of,
+    smallest,
+    spread,
+    table,
+)
 from lora_rocm.planning.step_plan import (
     GRAPH_BYTES,
     IN_FLIGHT,

@@ -70,10 +70,20 @@ class SchedulerTable:
 
 
 @cache
+def _table() -> SchedulerTable:
+    return read_table(Path(__file__).with_name("schedulers.toml"), SchedulerTable)
+
+
 def kind_named(name: Literal["ddpm", "flow"]) -> SchedulerKind:
     """Return the table's entry for an objective."""
-    table = read_table(Path(__file__).with_name("schedulers.toml"), SchedulerTable)
-    return next(kind for kind in table.kinds if kind.name == name)
+    return next(kind for kind in _table().kinds if kind.name == name)
+
+
+def used_values(config: Mapping[str, object]) -> dict[str, object]:
+    """Return the values of a scheduler's config that define the noise of an objective."""
+    kinds = _table().kinds
+    used = {"_class_name", *(key for kind in kinds for key in (*kind.used, *(row.key for row in kind.fixed)))}
+    return {key: value for key, value in config.items() if key in used and value is not None}
 
 
 def scheduler_class(source: BaseSource, kind: SchedulerKind) -> SchedulerClass:
