@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import nn
+from torch import Tensor, nn
 
 from lora_rocm.adapters.attach import inject
 from lora_rocm.adapters.base import Adapter
@@ -224,14 +224,11 @@ def _require_finite(component: nn.Module, name: str, start: StartContext) -> Non
     Raises:
         AdapterError, ModelError: a weight fails the check, in the file or after conversion to the run's precision.
     """
-    tensors = (*component.named_parameters(), *component.named_buffers())  # scales of packed layers are buffers
-    # Reduce each weight to three numbers on the device, and read them with one wait
-    weights = {path: tensor for path, tensor in tensors if tensor.is_floating_point()}
-    finite_N = torch.stack([weight.isfinite().all().to(start.device) for weight in weights.values()])
-    found = {path: weight for path, weight in component.named_parameters() if path in weights and weight.numel()}
-    ends = [end for weight in found.values() for end in weight.aminmax()]
-    largest_P = torch.stack([end.to(start.device, torch.float32) for end in ends]).abs().view(-1, 2).amax(1)
-    huge = [path for path, largest in zip(found, largest_P.tolist(), strict=True) if IMPLAUSIBLE < largest < math.inf]
+    parameters = dict(component.named_parameters())
+    tensors = {**parameters, **dict(component.named_buffers())}  # scales of packed layers are buffers
+    largest = _largest({path: tensor for path, tensor in tensors.items() if tensor.is_floating_point()}, start.device)
+    infinite = [path for path, magnitude in largest.items() if not magnitude < math.inf]
+    huge = [path for path, magnitude in largest.items() if path in parameters and IMPLAUSIBLE < magnitude < math.inf]
     huge += [
         f"{path}.{codes}"
         for path, module in component.named_modules()
@@ -239,14 +236,14 @@ def _require_finite(component: nn.Module, name: str, start: StartContext) -> Non
         for codes in module.implausible()
     ]
     # Explain the first faulty weight
-    if finite_N.all():
+    if not infinite:
         if not huge:
             return
         path, code, wrong = huge[0], "weights-implausible", "larger than any working model has"
         other_file = "Use another file: this one, or its alpha, is damaged."
         other_base = "Download the model again, or use another version."
     else:
-        path = next(path for path, is_finite in zip(weights, finite_N.tolist(), strict=True) if not is_finite)
+        path = infinite[0]
         code, wrong = "weights-not-finite", f"that are not finite in {str(start.dtype).removeprefix('torch.')}"
         other_file = "Use another file; bf16 holds larger numbers than fp16."
         other_base = "Download the model again, or use another version; bf16 holds larger numbers than fp16."
@@ -255,6 +252,24 @@ def _require_finite(component: nn.Module, name: str, start: StartContext) -> Non
         raise AdapterError("lora-not-finite", what, where=file, fix=other_file)
     where = f"model.name_or_path: {start.recipe.model.name_or_path}"
     raise ModelError(code, f"The weight {name}.{path} contains numbers {wrong}.", where=where, fix=other_base)
+
+
+def _largest(weights: Mapping[str, Tensor], device: torch.device) -> dict[str, float]:
+    """Return the largest magnitude of each weight that is not empty; NaN if it has a NaN.
+
+    Weights of one device and dtype are read by few kernels, and the magnitudes are copied with one wait.
+    """
+    alike: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
+    for path, weight in weights.items():
+        if weight.numel():
+            alike.setdefault((weight.device, weight.dtype), {})[path] = weight
+    found = {
+        path: magnitude.to(device, torch.float32)
+        for group in alike.values()
+        for path, magnitude in zip(group, torch._foreach_norm(list(group.values()), math.inf), strict=True)
+    }
+    numbers = dict(zip(found, torch.stack([*found.values()]).tolist(), strict=True))
+    return {path: numbers[path] for path in weights if path in numbers}
 
 
 def _file_of(component: nn.Module, path: str, recipe: Recipe) -> str | None:
