@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from io import BytesIO
 from itertools import chain, pairwise
 from pathlib import Path
@@ -98,16 +99,23 @@ class ManifestStore:
 
     def __init__(self, root: Path, recipe: Recipe, encoders: Sequence[Encoder]) -> None:
         self._root, self._recipe, self._sources = root, recipe, recipe.data.resolved_sources()
-        self._entries = [encoder.entry for encoder in encoders]
+        self._encoders, self._entries = encoders, [encoder.entry for encoder in encoders]
+
+    @cached_property
+    def path(self) -> Path:
+        """Path of the file. Its name depends on the encoders' fingerprints, for which their weights are read."""
+        recipe = self._recipe
         readers = [PILLOW_VERSION, *sorted(readable_extensions())]  # other readers find or read other files
         about: list[Any] = [FORMAT, SPEC_VERSION, __version__, sys.byteorder, readers]
-        about += [[e.entry.name, e.entry.inputs, e.fingerprint] for e in encoders]
+        about += [[e.entry.name, e.entry.inputs, e.fingerprint] for e in self._encoders]
         about += [recipe.train.seed, recipe.data.model_dump(mode="json")]
         name = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:40]
-        self.path = root / MANIFESTS / name
+        return self._root / MANIFESTS / name
 
     def recall(self) -> Manifest | None:
         """Load the manifest. Return None if there is none, it is outdated, or the cache lacks one of its entries."""
+        if not (self._root / MANIFESTS).is_dir():
+            return None  # at once: the first images are encoded while the other encoders are read
         try:
             manifest, listing = self._read(memoryview(self.path.read_bytes()))  # not mapped: another run may replace it
             mark = _old(self.path)  # False: its entries were marked recently, too

@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from lora_rocm.errors import StorageError
 from lora_rocm.foundation.files import write_atomic
@@ -24,6 +26,8 @@ MODULE = "transformers.utils.import_utils"
 FUNCTION = "create_import_structure_from_path"
 PREFIX = "transformers-models-"
 FORMAT = 1
+WAIT_S, POLL_S = 5.0, 0.02
+"""Maximum wait for another process that reads the models. It needs one second, or two next to other work."""
 
 Table = dict[Any, Any]
 """Folder -> its table, and set of required packages -> module -> set of names."""
@@ -60,15 +64,37 @@ def _from_file_or(read: Callable[[], Table], package: Path) -> Table:
     path = path_of(package)
     if path is None:
         return read()
+    if (found := _from_file(path)) is not None:
+        return found
+    with _alone(path):
+        if (found := _from_file(path)) is not None:
+            return found
+        table = read()
+        with suppress(StorageError, TypeError, ValueError):  # the next start reads the models again
+            content = {"table": (told := encoded(table)), "sha256": _digest(told)}
+            write_atomic(path, json.dumps(content).encode("utf-8"), read_back=False)
+        return table
+
+
+def _from_file(path: Path) -> Table | None:
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         whole = parse_json(path.read_bytes())
         if whole["sha256"] == _digest(whole["table"]):
             return decoded(whole["table"])
-    table = read()
-    with suppress(StorageError, TypeError, ValueError):  # the next start reads the models again
-        content = {"table": (told := encoded(table)), "sha256": _digest(told)}
-        write_atomic(path, json.dumps(content).encode("utf-8"), read_back=False)
-    return table
+    return None
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Let one process of several that start together read the models, and the others wait for its file.
+
+    A process that waits in vain, or cannot lock, reads them too.
+    """
+    with ExitStack() as held:
+        with suppress(Timeout, OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(FileLock(path.with_suffix(".lock"), timeout=WAIT_S, poll_interval=POLL_S))
+        yield
 
 
 def path_of(package: Path) -> Path | None:

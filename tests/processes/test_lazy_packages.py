@@ -9,10 +9,13 @@ import os
 import subprocess
 import sys
 import sysconfig
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from lora_rocm.processes import model_table
 from lora_rocm.processes.lazy_packages import PACKAGES, POSTPONE, postponed
@@ -185,6 +188,27 @@ def test_the_table_is_read_once_for_an_installation(package: Path) -> None:
     assert read(package, package / "models" / "clip")[1] == 2, "other folders are read"
     (package.parent / "transformers-9.9.dist-info" / "RECORD").write_text("two files", encoding="utf-8")
     assert read(package) == (table, 1), "it was installed again"
+
+
+def test_processes_that_start_together_read_it_once(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(self: Module, path: str) -> dict[Any, Any]:
+        time.sleep(0.3)
+        return now(self, path)
+
+    now = Module._read
+    monkeypatch.setattr(Module, "_read", slow)
+    with ThreadPoolExecutor(4) as together:
+        found = list(together.map(lambda _: read(package), range(4)))
+    assert sorted(calls for _, calls in found) == [0, 0, 0, 1] and all(table == found[0][0] for table, _ in found)
+
+
+def test_a_process_does_not_wait_for_another_one_that_hangs(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_table, "WAIT_S", 0.1)
+    kept = path_of(package)
+    assert kept is not None
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(kept.with_suffix(".lock")):
+        assert read(package)[1] == 1
 
 
 @pytest.mark.parametrize("damage", [b"", b"[", b"{}", b"[1]"])
