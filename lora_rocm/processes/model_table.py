@@ -93,6 +93,7 @@ def _alone(path: Path) -> Iterator[None]:
     with ExitStack() as held:
         with suppress(Timeout, OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
+            # writes: an empty file in the program's folder, opened without following links
             held.enter_context(FileLock(path.with_suffix(".lock"), timeout=WAIT_S, poll_interval=POLL_S))
         yield
 
