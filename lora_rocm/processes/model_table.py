@@ -18,7 +18,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from lora_rocm.errors import StorageError
-from lora_rocm.foundation.files import write_atomic
+from lora_rocm.foundation.files import make_folder, write_atomic
 from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.hardware.app_dir import own_app_dir
 
@@ -92,7 +92,7 @@ def _alone(path: Path) -> Iterator[None]:
     """
     with ExitStack() as held:
         with suppress(Timeout, OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             # writes: an empty file in the program's folder, opened without following links
             held.enter_context(FileLock(path.with_suffix(".lock"), timeout=WAIT_S, poll_interval=POLL_S))
         yield
