@@ -91,7 +91,7 @@ def _alone(path: Path) -> Iterator[None]:
     A process that waits in vain, or cannot lock, reads them too.
     """
     with ExitStack() as held:
-        with suppress(Timeout, OSError, NotImplementedError):  # the last one: a file system without locks
+        with suppress(Timeout, OSError, RuntimeError):  # RuntimeError: a file system without locks
             path.parent.mkdir(parents=True, exist_ok=True)
             held.enter_context(FileLock(path.with_suffix(".lock"), timeout=WAIT_S, poll_interval=POLL_S))
         yield
