@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from threading import Thread
@@ -20,6 +20,8 @@ LAUNCH: dict[str, Any] = {"enable_fp_fusion": True}
 """Options for launching a kernel. enable_fp_fusion fuses multiply and add. Triton does so by default up to 3.9, but no
 longer from 3.10 on; without the option, results and speed would depend on the version.
 """
+BROKEN = (ImportError, OSError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
+"""Errors of a Triton that is damaged or does not fit this Python."""
 
 
 def triton_version() -> str | None:
@@ -32,22 +34,26 @@ def triton_version() -> str | None:
     return None
 
 
-def hash_triton() -> Thread:
+def hash_triton() -> Thread | None:
     """Let a thread hash Triton's files. Every process needs the hash before its first kernel, which takes 0.4 s.
 
-    It imports parts of Triton, so no other thread may be importing it. Return the thread.
+    Triton is imported here and not in the thread: if two threads import it at once, one of them gets half of it.
+
+    Returns:
+        The thread; None if Triton cannot be imported, or is older than 3.5, where the hash is in another module.
     """
-    thread = Thread(target=_hash_triton, daemon=True, name="hash")
+    try:
+        from triton.runtime.cache import triton_key
+    except BROKEN:  # the comparison of the kernels has the same error, and reports it
+        return None
+    thread = Thread(target=_call, args=(triton_key,), daemon=True, name="hash")
     thread.start()
     return thread
 
 
-def _hash_triton() -> None:
-    try:
-        from triton.runtime.cache import triton_key
-    except ImportError:  # before Triton 3.5 it is in another module
-        return
-    triton_key()
+def _call(triton_key: Callable[[], object]) -> None:
+    with suppress(*BROKEN):  # the first kernel has the same error, and reports it
+        triton_key()
 
 
 def refusal(device: torch.device) -> str | None:

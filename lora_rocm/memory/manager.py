@@ -183,8 +183,8 @@ class MemoryManager:
         """Run one pass with zeros of the largest shape before the first step, and measure its memory.
 
         The measurement corrects the estimates. The plan is replaced if it does not fit, or if another one is faster. A
-        plan that runs out of memory is replaced at once. Does nothing if memory is not planned, or if there is ample
-        room for everything (``has_ample_room``).
+        plan that runs out of memory is replaced at once. Does nothing if memory is not planned, or if the plan keeps
+        everything and there is ample room for it (``has_ample_room``).
 
         Args:
             family: the model's family.
@@ -196,7 +196,10 @@ class MemoryManager:
             return
         if self.room is not None:
             self.budget_bytes = self.room()
-        if self.budget_bytes is not None and has_ample_room(self.budget_bytes, self.footprint, self.job):
+        now = self.plan
+        keeps_all = (now.choice, now.parts, now.graphs) == (StepChoice(), self.job.min_parts, self.job.graphs)
+        is_ample = self.budget_bytes is not None and has_ample_room(self.budget_bytes, self.footprint, self.job)
+        if keeps_all and is_ample:  # a plan from when there was less room is replaced below
             return
         for _ in range(TRIES):
             peak_bytes = self._peak(family, transfer, run, self.plan.rows)

@@ -91,7 +91,7 @@ def _alone(path: Path) -> Iterator[None]:
     A process that waits in vain, or cannot lock, reads them too.
     """
     with ExitStack() as held:
-        with suppress(Timeout, OSError):
+        with suppress(Timeout, OSError, RuntimeError):  # RuntimeError: a file system without locks
             make_folder(path.parent)
             # writes: an empty file in the program's folder, opened without following links
             held.enter_context(FileLock(path.with_suffix(".lock"), timeout=WAIT_S, poll_interval=POLL_S))

@@ -22,6 +22,8 @@ from lora_rocm.device.attention import context_of
 from lora_rocm.device.backend_settings import apply
 from lora_rocm.errors import CanaryError, MachineError, StoppedError
 from lora_rocm.families.base import family_for
+from lora_rocm.families.registry import FAMILIES
+from lora_rocm.families.spec import FamilySpec
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.hardware.software_stack import STACK
 from lora_rocm.rules import mitigation_store
@@ -209,6 +211,12 @@ def test_attention_is_tried_with_the_widths_of_the_family(tmp_path: Path, monkey
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", stand_in)
     assert [tried(64), tried(64), tried(64, 128), tried(128)] == [{64}, set(), {64, 128}, {128}]
+
+
+@pytest.mark.parametrize("spec", [*FAMILIES], ids=lambda spec: spec.name)
+def test_every_family_names_widths_that_can_be_tried(spec: FamilySpec) -> None:
+    """Without one, nothing would be tried, and every route would be refused."""
+    assert spec.head_widths and set(spec.head_widths) <= set(attention_routes.SHAPES)
 
 
 @pytest.mark.parametrize("family", ["sdxl", "z-image"])

@@ -7,9 +7,10 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,8 +80,49 @@ def test_a_thread_hashes_triton_before_the_first_kernel_needs_it() -> None:
     from triton.runtime.cache import triton_key
 
     triton_key.cache_clear()
-    backend.hash_triton().join()
+    thread = backend.hash_triton()
+    assert thread is not None
+    thread.join()
     assert triton_key.cache_info().currsize == 1
+
+
+@pytest.mark.parametrize("error", [None, FileNotFoundError("libtriton.so"), TypeError("no origin")])
+def test_triton_is_imported_by_the_caller_and_hashed_by_the_thread(
+    error: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads that import Triton at once get half of it. An error of the hash is reported by the first kernel."""
+    imported, hashed, uncaught = list[str](), list[str](), list[object]()
+
+    class Cache(ModuleType):
+        def __getattr__(self, name: str) -> object:
+            if name != "triton_key":
+                raise AttributeError(name)
+            imported.append(threading.current_thread().name)
+            return key
+
+    def key() -> None:
+        hashed.append(threading.current_thread().name)
+        if error is not None:
+            raise error
+
+    monkeypatch.setitem(sys.modules, "triton.runtime.cache", Cache("triton.runtime.cache"))
+    monkeypatch.setattr(threading, "excepthook", uncaught.append)
+    thread = backend.hash_triton()
+    assert thread is not None
+    thread.join()
+    assert (imported, hashed, uncaught) == ([threading.current_thread().name], [thread.name], [])
+
+
+@pytest.mark.parametrize("error", [ImportError, OSError])
+def test_a_triton_that_cannot_be_imported_is_not_hashed(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Cache(ModuleType):
+        def __getattr__(self, name: str) -> object:
+            raise error(name)
+
+    monkeypatch.setitem(sys.modules, "triton.runtime.cache", Cache("triton.runtime.cache"))
+    assert backend.hash_triton() is None
 
 
 @pytest.mark.slow  # tests/machine_code runs the same in the emulator

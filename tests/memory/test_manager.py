@@ -223,6 +223,18 @@ def test_no_pass_is_run_where_there_is_ample_room(
     assert machine.passes == (0 if is_ample_still else 1)
 
 
+@pytest.mark.parametrize("share", [1.0, 0.98])  # 1.0: the control, everything was kept from the beginning
+def test_room_that_other_programs_freed_is_used(
+    share: float, footprint: Footprint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = memory_of(footprint, int(share * needs(footprint)))
+    assert memory.plan is not None and (memory.plan.mode == "keep") is (share == 1.0)
+    machine = Machine(monkeypatch, memory, 1.0, 4 * needs(footprint))
+    memory.room = lambda: 4 * needs(footprint)
+    machine.probe()
+    assert (memory.plan.mode, memory.parts, machine.passes > 0) == ("keep", 1, share != 1.0)
+
+
 @pytest.mark.parametrize("factor", [1.3, 1.8, 2.5])
 def test_a_pass_that_runs_out_of_memory_ends_in_a_plan_that_does_not(
     footprint: Footprint, monkeypatch: pytest.MonkeyPatch, factor: float

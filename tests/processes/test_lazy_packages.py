@@ -211,6 +211,16 @@ def test_a_process_does_not_wait_for_another_one_that_hangs(package: Path, monke
         assert read(package)[1] == 1
 
 
+def test_a_folder_without_locks_is_no_error(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """filelock 3.18 raises this error there."""
+
+    def acquire(self: FileLock) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(FileLock, "_acquire", acquire)
+    assert [read(package)[1], read(package)[1]] == [1, 0]
+
+
 @pytest.mark.parametrize("damage", [b"", b"[", b"{}", b"[1]"])
 def test_a_damaged_file_is_read_and_written_again(package: Path, damage: bytes) -> None:
     table, _ = read(package)
