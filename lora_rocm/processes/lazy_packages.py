@@ -30,10 +30,8 @@ from lora_rocm.processes.optional_packages import (
     DISTRIBUTIONS,
     SCHEDULERS,
     WITH_CALLS,
-    WITH_MARKS,
     CallsLoader,
     DistributionsLoader,
-    MarksLoader,
     SchedulerLoader,
     hide,
 )
@@ -71,7 +69,6 @@ class _Finder(MetaPathFinder):
             **dict.fromkeys(packages, _Loader),
             **dict.fromkeys(WITH_CALLS, CallsLoader),
             **dict.fromkeys(DISTRIBUTIONS, DistributionsLoader),
-            **dict.fromkeys(WITH_MARKS, MarksLoader),
         }
 
     def find_spec(

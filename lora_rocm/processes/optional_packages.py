@@ -4,11 +4,10 @@ Such a package may take a second to import, or fail because it was built for ano
 For Python a hidden package is not installed: ``import`` raises ``ModuleNotFoundError``, and ``find_spec`` returns None.
 ``sys.modules`` has no entry for it: SciPy, MLflow and einops call a package as soon as its name is there.
 
-Four things are postponed until somebody needs them. Schedulers of diffusers import SciPy when they use it
+Three things are postponed until somebody needs them. Schedulers of diffusers import SciPy when they use it
 (``SCHEDULERS``). The losses of transformers' other models are imported when they are called (``WITH_CALLS``).
 ``diffusers`` asks at its import which distribution each package is from, for which Python reads the file lists of all
-of them (``LateMap``). transformers marks a function that torch's compiler has to skip, for which some versions of torch
-import the compiler (``WITH_MARKS``).
+of them (``LateMap``).
 """
 
 from __future__ import annotations
@@ -48,9 +47,6 @@ WITH_CALLS = ("transformers.loss.loss_utils",)
 """Modules that import functions from each of their submodules, only to list them in a table."""
 DISTRIBUTIONS = ("diffusers.utils.import_utils",)
 """Modules that ask for the distributions of all packages when they are imported."""
-WITH_MARKS = ("transformers.generation.continuous_batching.cache",)
-"""Modules that mark functions by ``torch.compiler.disable``, and are imported by models that never call them."""
-MARK = "disable"
 ON_CALL = "__on_call__"
 ON_USE = "__on_use__"
 """Names in the changed source of the function and the class that make a replacement."""
@@ -223,27 +219,3 @@ class DistributionsLoader(SourceFileLoader):
             super().exec_module(module)
         finally:
             importlib.metadata.packages_distributions = read
-
-
-class MarksLoader(SourceFileLoader):
-    """Runs a module in which ``torch.compiler.disable`` marks a function at its first call."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        compiler = import_module("torch.compiler")
-        disable: Callable[..., Callable[..., object]] = getattr(compiler, MARK)
-
-        def late(function: Callable[..., object] | None = None, *args: object, **kwargs: object) -> object:
-            if function is None:
-                return disable(function, *args, **kwargs)
-
-            @wraps(function)
-            def marked(*given: object, **named: object) -> object:
-                return disable(function, *args, **kwargs)(*given, **named)
-
-            return marked
-
-        setattr(compiler, MARK, late)
-        try:
-            super().exec_module(module)
-        finally:
-            setattr(compiler, MARK, disable)

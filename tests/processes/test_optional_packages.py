@@ -12,12 +12,10 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lora_rocm.processes.lazy_packages import install
 from lora_rocm.processes.optional_packages import (
@@ -25,11 +23,9 @@ from lora_rocm.processes.optional_packages import (
     HIDDEN,
     ON_CALL,
     WITH_CALLS,
-    WITH_MARKS,
     LateFunctions,
     LateMap,
     LateSciPy,
-    MarksLoader,
 )
 
 ROOT, SITE = Path(__file__).parents[2], Path(sysconfig.get_path("purelib"))
@@ -277,39 +273,6 @@ def test_the_modules_still_have_such_imports() -> None:
         assert not re.search(r"^\s*(import|from) scipy", body, re.MULTILINE)
     for name in DISTRIBUTIONS:
         assert "packages_distributions()" in SITE.joinpath(*name.split(".")).with_suffix(".py").read_text("utf-8")
-
-
-MARKED = """
-import torch
-@torch.compiler.disable
-def plain(x):
-    return x + 1
-@torch.compiler.disable(recursive=False)
-def named(x):
-    return x + 2
-"""
-
-
-def test_a_function_is_marked_at_its_first_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.11 imports its compiler to mark one, which takes 0.4 s."""
-    marked, disable = list[object](), torch.compiler.disable
-
-    def counted(function: Any = None, *args: Any, **kwargs: Any) -> Any:
-        marked.append(function)
-        return disable(function, *args, **kwargs)
-
-    monkeypatch.setattr(torch.compiler, "disable", counted)
-    (tmp_path / "marks.py").write_text(MARKED, encoding="utf-8")
-    spec = spec_from_file_location("marks", tmp_path / "marks.py", loader=MarksLoader("marks", f"{tmp_path}/marks.py"))
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert marked == [None], "the second one, which has an argument"
-    assert (module.plain(1), module.named(1), module.plain.__name__) == (2, 3, "plain") and len(marked) == 2
-    assert torch.compiler.disable is counted
-    for name in WITH_MARKS:
-        source = SITE.joinpath(*name.split(".")).with_suffix(".py").read_text(encoding="utf-8")
-        assert "@torch.compiler.disable" in source
 
 
 def test_distributions_are_looked_up_once_and_late() -> None:

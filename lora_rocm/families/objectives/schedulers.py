@@ -82,7 +82,7 @@ def kind_named(name: Literal["ddpm", "flow"]) -> SchedulerKind:
 def used_values(config: Mapping[str, object]) -> dict[str, object]:
     """Return the values of a scheduler's config that define the noise of an objective."""
     kinds = _table().kinds
-    used = {"_class_name", *(key for kind in kinds for key in (*kind.used, *(row.key for row in kind.fixed)))}
+    used = {key for kind in kinds for key in (*kind.used, *(row.key for row in kind.fixed))}
     return {key: value for key, value in config.items() if key in used and value is not None}
 
 
