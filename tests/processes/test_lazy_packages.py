@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import json
 import os
 import subprocess
@@ -84,7 +83,6 @@ print(json.dumps({"modules": modules, "same": same, "missing": missing, "table":
 """
 
 
-@functools.cache
 def started(family: str, how: str, home: Path) -> dict[str, Any]:
     """The modules of a process after the imports of a worker of this family, and some of its objects."""
     env = {**os.environ, "LORA_ROCM_HOME": str(home), "CUDA_VISIBLE_DEVICES": ""}
@@ -103,23 +101,27 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("home")
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=pytest.mark.slow if each == "flux" else ()) for each in OTHERS]
-)
-def test_a_worker_imports_what_its_run_uses(family: str, home: Path) -> None:
-    modules = started(family, "postponed", home)["modules"]
+def require_own(family: str, modules: list[str]) -> None:
     assert found_in(modules, (*FORBIDDEN, *OTHERS[family])) == []
     assert f"lora_rocm.families.{family}.family" in modules and "peft.tuners.lora" in modules
 
 
-def test_a_postponed_import_gives_the_same_objects(home: Path) -> None:
+def test_a_worker_imports_what_its_run_uses_and_gets_the_same_objects(home: Path) -> None:
+    """One test, because each of its three processes takes seconds."""
     plain, late = (started("sdxl", how, home) for how in ("plain", "postponed"))
     again = started("causal_lm", "postponed", home)
+    require_own("sdxl", late["modules"])
+    require_own("causal_lm", again["modules"])
     assert plain["same"] == late["same"] == again["same"] and not late["missing"]
     assert plain["table"] == late["table"] == again["table"], "read, read and kept, and from the file"
     assert list(home.glob(f"{model_table.PREFIX}*.json"))
     assert found_in(plain["modules"], FORBIDDEN), "without it they are imported"
     assert len(late["modules"]) < len(plain["modules"]) - 250
+
+
+@pytest.mark.slow
+def test_a_worker_for_flux_imports_what_its_run_uses(home: Path) -> None:
+    require_own("flux", started("flux", "postponed", home)["modules"])
 
 
 def test_an_import_is_postponed_only_where_nobody_sees_it(tmp_path: Path) -> None:
