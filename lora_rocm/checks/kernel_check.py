@@ -22,7 +22,7 @@ from lora_rocm.checks.packed_cases import EXACT, codes_of, packed_products
 from lora_rocm.checks.selftest_base import Check, WrongAnswerError, poison
 from lora_rocm.checks.selftest_base import first_wrong as first_wrong_of
 from lora_rocm.device.torch_errors import device_fault, out_of_memory
-from lora_rocm.kernels.backend import Implementation, nothing_plain, triton_version
+from lora_rocm.kernels.backend import BROKEN, Implementation, nothing_plain, triton_version
 from lora_rocm.kernels.fingerprint import add_fingerprints, compare, renew
 from lora_rocm.kernels.fingerprint_weights import TILE
 from lora_rocm.kernels.gated import activated, gated
@@ -35,10 +35,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 square of all numbers. Rounding causes at most half of this. A number that was not written or not masked is off by 0.5.
 """
 SEED = 20
-CANNOT = (
-    RuntimeError, OSError, ImportError, subprocess.SubprocessError, ValueError, TypeError, AttributeError, LookupError,
-    AssertionError,
-)  # fmt: skip
+CANNOT = (*BROKEN, subprocess.SubprocessError)
 """Errors, in addition to Triton's own, of a compiler that does not know the GPU or lacks a component (a C compiler,
 headers, a linker, a driver library, or a writable folder).
 """

@@ -130,6 +130,7 @@ def attention(
             synchronize(device)
             if all_right((result, dq, dk, dv), answers, tolerance, of_all):
                 continue
+            # Name the wrong one
             given = "" if len(of_gradient) == 1 else f" for an output gradient in layout {layout}"
             parts = ("", *(f", gradient of {name}{given}" for name in "qkv"))
             for part, found, answer in zip(parts, (result, dq, dk, dv), answers.tensors, strict=True):

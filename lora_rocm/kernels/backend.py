@@ -35,7 +35,7 @@ def triton_version() -> str | None:
 
 
 def hash_triton() -> Thread | None:
-    """Let a thread hash Triton's files. Every process needs the hash before its first kernel, which takes 0.4 s.
+    """Let a thread hash Triton's files, which takes 0.4 s. A process needs the hash before its first kernel.
 
     Triton is imported here and not in the thread: if two threads import it at once, one of them gets half of it.
 

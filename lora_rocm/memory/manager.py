@@ -198,9 +198,8 @@ class MemoryManager:
             self.budget_bytes = self.room()
         now = self.plan
         keeps_all = (now.choice, now.parts, now.graphs) == (StepChoice(), self.job.min_parts, self.job.graphs)
-        is_ample = self.budget_bytes is not None and has_ample_room(self.budget_bytes, self.footprint, self.job)
-        if keeps_all and is_ample:  # a plan from when there was less room is replaced below
-            return
+        if keeps_all and has_ample_room(self.budget_bytes, self.footprint, self.job):
+            return  # a plan from when there was less room is replaced below
         for _ in range(TRIES):
             peak_bytes = self._peak(family, transfer, run, self.plan.rows)
             if self.room is not None:
@@ -315,7 +314,7 @@ def decide(
     wait()
     footprint = counted(recipe, family, dtype, settings, shape, on_gpu)
     # Measuring takes a second, so it is skipped where it cannot change the choice
-    is_ample = budget_bytes is not None and has_ample_room(budget_bytes, footprint, job)
+    is_ample = has_ample_room(budget_bytes, footprint, job)
     rates = Rates() if is_ample else rates_here(recipe, device, dtype, settings)
     memory = choose_from(recipe, footprint, job, budget_bytes, context, rates)
     memory.room = room

@@ -18,7 +18,7 @@ from lora_rocm.planning.step_plan import (
 )
 
 AMPLE_SHARE = 0.5
-"""Part of a budget in which everything is kept without a measurement of the GPU's rates."""
+"""Share of a budget. If everything fits into it, a start measures neither the GPU's rates nor the memory of a pass."""
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,13 @@ def choose(budget_bytes: int | None, footprint: Footprint, job: StepRequirements
     return PlanMemory(footprint, job, rates).choose(budget_bytes)
 
 
-def has_ample_room(budget_bytes: int, footprint: Footprint, job: StepRequirements) -> bool:
+def has_ample_room(budget_bytes: int | None, footprint: Footprint, job: StepRequirements) -> bool:
     """Whether everything can be kept in a part of the budget (``AMPLE_SHARE``). No other plan is faster, at any rates.
 
-    The rest of the budget is for activations that a measured pass shows in addition.
+    The rest of the budget is for activations that the footprint lacks. If the budget is unknown (None), the room is not
+    ample.
     """
-    if "keep" not in job.modes:
+    if budget_bytes is None or "keep" not in job.modes:
         return False
     [choice] = choices_of("keep", footprint, job, Rates(), PassVariant(job.graphs, False, False))
     needed_bytes = planned("keep", job.min_parts, choice, footprint, job, Rates()).needed_bytes

@@ -135,10 +135,11 @@ def _begin_helpers(start: StartContext) -> AbstractContextManager[KernelCompiler
 
     They work while the base is checked. Call this only when its files are there: a download may take hours.
     """
-    if available(start.device) and start.settings.triton:
-        hash_triton()
-    if start.counting is not None and available(start.device):  # the process sees no GPU, and counts Triton kernels
-        start.counting.ask(start.count_request)
+    if available(start.device):
+        if start.settings.triton:
+            hash_triton()
+        if start.counting is not None:  # the process sees no GPU, and counts Triton kernels
+            start.counting.ask(start.count_request)
     return compilers_of(start)
 
 
